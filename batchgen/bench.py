@@ -1,0 +1,241 @@
+"""Benchmarks: workloads, timing, and this machine's roofline; every command prints one JSON line."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import torch
+
+from batchgen.engine.step import StepPlan, StepResult
+from batchgen.errors import ConfigError, NoInputError
+from batchgen.loader import DTYPES, Model
+from batchgen.models.config import ModelConfig
+from batchgen.spec import EngineSpec, ModelSpec
+from batchgen.types import Request, RowKey, SamplingParams, TokenIds
+
+VOCABULARY = (100, 32_000)  # prompts are drawn from these ids, which every tokenizer in use has
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One request of a workload: exactly `output_tokens` are generated, EOS is ignored."""
+
+    prompt: TokenIds
+    output_tokens: int
+
+
+def _prompts(rng: np.random.Generator, lengths: Sequence[int]) -> list[TokenIds]:
+    return [rng.integers(*VOCABULARY, size=length).astype(np.int32) for length in lengths]
+
+
+def _lognormal(rng: np.random.Generator, mean: float, sigma: float, low: int, high: int, count: int) -> list[int]:
+    """Lengths whose logarithm is normal, of this mean, within bounds."""
+    drawn = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, count)
+    return [int(length) for length in np.clip(drawn, low, high)]
+
+
+def nano(rng: np.random.Generator, count: int = 256) -> list[Item]:
+    """Prompts and answers of 100 to 1,024 tokens, each length equally likely."""
+    inputs, outputs = rng.integers(100, 1025, count), rng.integers(100, 1025, count)
+    return [Item(p, int(o)) for p, o in zip(_prompts(rng, inputs.tolist()), outputs, strict=True)]
+
+
+def mixed(rng: np.random.Generator, count: int = 96) -> list[Item]:
+    """Log-normal prompts around 200 tokens and answers around 90."""
+    inputs = _lognormal(rng, 230, 0.7, 16, 1024, count)
+    outputs = _lognormal(rng, 100, 0.7, 8, 512, count)
+    return [Item(p, o) for p, o in zip(_prompts(rng, inputs), outputs, strict=True)]
+
+
+def prefix(rng: np.random.Generator, count: int = 96) -> list[Item]:
+    """512 shared tokens, then 32 to 128 of each row's own; answers of 32 to 128."""
+    shared = _prompts(rng, [512])[0]
+    own, outputs = rng.integers(32, 129, count), rng.integers(32, 129, count)
+    return [
+        Item(np.concatenate([shared, p]), int(o)) for p, o in zip(_prompts(rng, own.tolist()), outputs, strict=True)
+    ]
+
+
+def longtail(rng: np.random.Generator, count: int = 192) -> list[Item]:
+    """Short prompts; most answers are short and a few very long (Pareto)."""
+    inputs = _lognormal(rng, 80, 0.5, 16, 512, count)
+    outputs = [int(o) for o in np.clip((rng.pareto(1.2, count) + 1) * 16, 8, 1024)]
+    return [Item(p, o) for p, o in zip(_prompts(rng, inputs), outputs, strict=True)]
+
+
+def summarise(rng: np.random.Generator, count: int = 64) -> list[Item]:
+    """Long documents, short answers."""
+    inputs = _lognormal(rng, 900, 0.4, 200, 1800, count)
+    outputs = _lognormal(rng, 60, 0.4, 16, 160, count)
+    return [Item(p, o) for p, o in zip(_prompts(rng, inputs), outputs, strict=True)]
+
+
+WORKLOADS: dict[str, Callable[..., list[Item]]] = {
+    function.__name__: function for function in (nano, mixed, prefix, longtail, summarise)
+}
+
+
+def load_workload(path: str) -> list[Item]:
+    """A JSON list of {"prompt": [token ids], "out": number of tokens}."""
+    try:
+        rows = orjson.loads(Path(path).read_bytes())
+        return [Item(np.asarray(row["prompt"], np.int32), int(row["out"])) for row in rows]
+    except FileNotFoundError:
+        raise NoInputError(f"{path}: no such workload file") from None
+    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f'{path}: expected a JSON list of {{"prompt": [token ids], "out": number}}, found {error!r}'
+        ) from None
+
+
+class TimedRunner:
+    """Passes steps on to a runner and counts the time they take, so that the host's share is what is left."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self.seconds = 0.0
+        self.steps = 0
+        self.rows = 0  # decoding or prefilling samples, summed over steps
+        self.tokens = 0  # computed, summed over steps
+        self.context = 0  # tokens attended to, summed over rows and steps: KV read at least once for each
+
+    def submit(self, plan: StepPlan) -> Any:
+        self.steps += 1
+        self.rows += len(plan.slots)
+        self.tokens += plan.num_tokens
+        self.context += int((plan.starts + plan.lengths).sum())
+        return self._timed(lambda: self._runner.submit(plan))
+
+    def sample(self, handle: Any) -> None:
+        self._timed(lambda: self._runner.sample(handle))
+
+    def collect(self, handle: Any) -> StepResult:
+        result: StepResult = self._timed(lambda: self._runner.collect(handle))
+        return result
+
+    def _timed(self, call: Callable[[], Any]) -> Any:
+        began = time.perf_counter()
+        try:
+            return call()
+        finally:
+            self.seconds += time.perf_counter() - began
+
+
+def measure_roofline(dtype: torch.dtype, seconds: float = 0.5) -> tuple[float, float]:
+    """This machine's matmul rate (FLOP/s, prepacked weights, 512 rows) and memory read rate (bytes/s)."""
+    from batchgen.models.layers import Linear
+
+    linear = Linear(2048, (2048,), bias=False, dtype=dtype)
+    linear.load_weight(0, torch.randn(2048, 2048).to(dtype))
+    x = torch.randn(512, 2048).to(dtype)
+    matmul = 2 * 512 * 2048 * 2048 / _best_time(lambda: linear(x), seconds)
+    big = torch.ones(64 << 20, dtype=torch.float32)  # 256 MiB: more than any cache
+    return matmul, big.nbytes / _best_time(big.sum, seconds)
+
+
+def _best_time(call: Callable[[], Any], seconds: float) -> float:
+    call()
+    best, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        began = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def floor_seconds(
+    config: ModelConfig, dtype: torch.dtype, work: TimedRunner, sampled: int, matmul_rate: float, memory_rate: float
+) -> float:
+    """The least time for this work on this machine: its matmuls at the measured rate, plus its KV at memory speed.
+
+    Every computed token passes all layers, every sampled one the head; attention's own arithmetic, like norms and
+    sampling, is taken as free, and so are the weights where a step's matmuls last longer than reading them.
+    """
+    body, cached = 0, 0
+    for layer in config.layers:
+        projections = (2 * layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
+        body += config.hidden_size * (projections + 3 * config.intermediate_size)
+        cached += 2 * layer.num_kv_heads * layer.head_dim * dtype.itemsize
+    head = config.hidden_size * config.vocab_size
+    arithmetic = 2 * (body * work.tokens + head * sampled) / matmul_rate
+    weights = (body + head) * dtype.itemsize * work.steps / memory_rate
+    return max(arithmetic, weights) + cached * work.context / memory_rate
+
+
+def engine(
+    *,
+    model: ModelSpec,
+    spec: EngineSpec,
+    workload: str = "mixed",
+    workload_file: str | None = None,
+    save: str | None = None,
+) -> dict[str, Any]:
+    """Run a workload through the real engine, everything submitted at once, and say where the time went.
+
+    `save` names a file for the generated token ids (a JSON list of lists, in the workload's order).
+    """
+    if workload_file is None and workload not in WORKLOADS:
+        raise ConfigError(f"workload {workload!r}: expected one of {', '.join(WORKLOADS)}")
+    items = load_workload(workload_file) if workload_file else WORKLOADS[workload](np.random.default_rng(0))
+    began = time.perf_counter()
+    loaded = Model(model, spec)
+    engine = loaded.engine()
+    load_seconds = time.perf_counter() - began
+    timed = TimedRunner(engine.runner)
+    matmul_rate, memory_rate = measure_roofline(DTYPES[loaded.dtype])
+    warm = [Item(np.full(48, 100 + i, np.int32), 4) for i in range(2)]
+    for _ in engine.generate(_requests(warm)):
+        pass
+    before = engine.stats()
+    engine.runner = timed
+    began = time.perf_counter()
+    outputs = {done.key.row: done.token_ids for done in engine.generate(_requests(items))}
+    seconds = time.perf_counter() - began
+    stats = engine.stats()
+    wrong = [row for row, item in enumerate(items) if len(outputs[row]) != item.output_tokens]
+    if wrong:
+        raise ConfigError(f"workload row {wrong[0]}: {items[wrong[0]].output_tokens} tokens asked, context too short?")
+    if save:
+        Path(save).write_bytes(orjson.dumps([outputs[row].tolist() for row in range(len(items))]))
+    prompt_tokens = sum(len(item.prompt) for item in items)
+    output_tokens = sum(item.output_tokens for item in items)
+    floor = floor_seconds(loaded.config, DTYPES[loaded.dtype], timed, output_tokens, matmul_rate, memory_rate)
+    return {
+        "bench": "engine",
+        "workload": Path(workload_file).name if workload_file else workload,
+        "model": model.path,
+        "dtype": loaded.dtype,
+        "requests": len(items),
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": output_tokens,
+        "seconds": round(seconds, 3),
+        "prompt_tokens_per_s": round(prompt_tokens / seconds, 1),
+        "output_tokens_per_s": round(output_tokens / seconds, 1),
+        "total_tokens_per_s": round((prompt_tokens + output_tokens) / seconds, 1),
+        "load_s": round(load_seconds, 2),
+        "roofline_share": round(floor / seconds, 3),
+        "matmul_gflop_per_s": round(matmul_rate / 1e9, 1),
+        "memory_gb_per_s": round(memory_rate / 1e9, 1),
+        "steps": timed.steps,
+        "mean_rows_per_step": round(timed.rows / timed.steps, 1),
+        "occupancy": round(timed.rows / timed.steps / engine.settings.max_num_seqs, 3),
+        "kv_blocks": stats.kv_blocks_total,
+        "cached_tokens": stats.cached_tokens - before.cached_tokens,
+        "recomputed_tokens": stats.recomputed_tokens - before.recomputed_tokens,
+        "host_share": round(1 - timed.seconds / seconds, 4),
+        "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+    }
+
+
+def _requests(items: Sequence[Item]) -> list[Request]:
+    return [
+        Request(RowKey(0, row), item.prompt, SamplingParams(max_tokens=item.output_tokens, ignore_eos=True), row)
+        for row, item in enumerate(items)
+    ]

@@ -1,0 +1,177 @@
+"""Input columns that go into the results: which there are, of what type, and their values batch by batch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from batchgen.errors import ConfigError
+from batchgen.io import sources
+from batchgen.io.files import InputFile
+from batchgen.spec import JobSpec
+
+DECLARED_TYPES: dict[str, tuple[pa.DataType, tuple[type, ...]]] = {  # what a JSON value must be to have the type
+    "string": (pa.string(), (str,)),
+    "int64": (pa.int64(), (int,)),
+    "float64": (pa.float64(), (int, float)),
+    "bool": (pa.bool_(), (bool,)),
+    "json": (pa.string(), ()),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column on its way into the results. `declared` is the job file's type for it, if it gives one."""
+
+    field: pa.Field
+    declared: str | None = None
+    is_id: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class InputFields:
+    """The id's field (None where the job names no id column) and the carried columns' fields, in result order."""
+
+    columns: tuple[Column, ...]
+
+    @property
+    def id(self) -> pa.Field | None:
+        return next((column.field for column in self.columns if column.is_id), None)
+
+    @property
+    def carried(self) -> tuple[pa.Field, ...]:
+        return tuple(column.field for column in self.columns if not column.is_id)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The input columns to read."""
+        return tuple(dict.fromkeys(column.field.name for column in self.columns))
+
+
+def input_fields(spec: JobSpec, files: Sequence[InputFile], formats: Sequence[str]) -> InputFields:
+    """The columns that the job carries over, with one type for all input files.
+
+    From Parquet a column keeps its own type, widened where files differ and as JSON text where they do not agree at
+    all. From JSON Lines it is JSON text unless the job gives a type. Reads the Parquet files' footers if need be.
+    """
+    names, id_name = spec.output.columns, spec.input.id
+    if not names and id_name is None:
+        return InputFields(())
+    options = spec.input.storage_options
+    schemas = [sources.schema(file, kind, options) for file, kind in zip(files, formats, strict=True)]
+    tables = [schema for schema in schemas if schema is not None]
+    only_parquet = bool(tables) and len(tables) == len(files)
+    if names == "all":
+        names = dict.fromkeys(_all_names(spec, files, formats, tables))
+    columns = []
+    if id_name is not None:
+        _check_present(id_name, "input.id", files, tables, only_parquet)
+        kind = _common_type(id_name, tables) if only_parquet else pa.string()
+        columns.append(Column(pa.field(id_name, kind), is_id=True))
+    for name, declared in names.items():
+        _check_present(name, "output.columns", files, tables, only_parquet)
+        if declared is not None:
+            kind = DECLARED_TYPES[declared][0]
+        else:
+            kind = _common_type(name, tables) if only_parquet else pa.string()
+        columns.append(Column(pa.field(name, kind), declared))
+    return InputFields(tuple(columns))
+
+
+def _all_names(
+    spec: JobSpec, files: Sequence[InputFile], formats: Sequence[str], tables: Sequence[pa.Schema]
+) -> list[str]:
+    """Every column but the id: by their schemas in Parquet; JSON Lines have none, so its first rows count."""
+    names = dict.fromkeys(name for schema in tables for name in schema.names)
+    first = next((file for file, kind in zip(files, formats, strict=True) if kind == "jsonl"), None)
+    if first is not None:
+        options = spec.input.storage_options
+        chunks = sources.read_shards(first, "jsonl", columns=None, shard_rows=None, done={}, storage_options=options)
+        for row in next(chunks).rows:
+            names.update(dict.fromkeys(row.values or ()))
+    return [name for name in names if name != spec.input.id]
+
+
+def _check_present(
+    name: str, key: str, files: Sequence[InputFile], tables: Sequence[pa.Schema], only_parquet: bool
+) -> None:
+    if only_parquet and not any(name in schema.names for schema in tables):
+        known = ", ".join(tables[0].names)
+        raise ConfigError(f"{key}: no input file has a column {name!r}; {files[0].path} has {known}")
+
+
+def _common_type(name: str, tables: Sequence[pa.Schema]) -> pa.DataType:
+    """The type that holds the column of every file; text, for JSON, where there is none."""
+    fields = [pa.schema([pa.field(name, schema.field(name).type)]) for schema in tables if name in schema.names]
+    try:
+        kind = pa.unify_schemas(fields, promote_options="permissive").field(0).type
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        return pa.string()
+    return pa.string() if pa.types.is_null(kind) else kind
+
+
+class Carrier:
+    """Fills the columns of `InputFields` from chunks of rows."""
+
+    def __init__(self, fields: InputFields) -> None:
+        self._columns = fields.columns
+        self.schema = pa.schema([column.field for column in fields.columns])
+
+    def take(self, chunk: sources.Chunk) -> tuple[pa.RecordBatch, dict[int, str]]:
+        """The chunk's carried columns (num_rows rows), and by place the rows with a value that does not fit."""
+        wrong: dict[int, str] = {}
+        arrays = [self._array(column, chunk, wrong) for column in self._columns]
+        if not arrays:
+            rows = pa.array([True] * len(chunk.rows))  # a batch without columns has no length of its own
+            return pa.record_batch([rows], names=["row"]).select([]), wrong
+        return pa.record_batch(arrays, schema=self.schema), wrong
+
+    def _array(self, column: Column, chunk: sources.Chunk, wrong: dict[int, str]) -> pa.Array:
+        name, kind = column.field.name, column.field.type
+        if chunk.batch is not None and column.declared is None:
+            index = chunk.batch.schema.get_field_index(name)
+            if index < 0:
+                return pa.nulls(len(chunk.rows), kind)
+            array = chunk.batch.column(index)
+            if array.type == kind:
+                return array
+            if not pa.types.is_string(kind) or pa.types.is_large_string(array.type) or pa.types.is_null(array.type):
+                return array.cast(kind)
+        convert = _id_text if column.is_id else _converter(column.declared)
+        values = []
+        for place, row in enumerate(chunk.rows):
+            value = None if row.values is None else row.values.get(name)
+            try:
+                values.append(None if value is None else convert(value))
+            except ValueError as error:
+                values.append(None)
+                wrong.setdefault(place, f"column `{name}`: {error}")
+        return pa.array(values, kind)
+
+
+def _id_text(value: Any) -> str:
+    return value if isinstance(value, str) else _json_text(value)
+
+
+def _json_text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _converter(declared: str | None) -> Callable[[Any], Any]:
+    """From a JSON value to one of the declared type; raises ValueError where it does not fit."""
+    if declared in (None, "json"):
+        return _json_text
+    assert declared is not None
+    accepted = DECLARED_TYPES[declared][1]
+
+    def convert(value: Any) -> Any:
+        fits = isinstance(value, accepted) and (declared == "bool" or not isinstance(value, bool))
+        if not fits or (declared == "int64" and not -(1 << 63) <= value < 1 << 63):
+            raise ValueError(f"{_json_text(value)[:60]} is no {declared}, which output.columns asks for")
+        return float(value) if declared == "float64" else value
+
+    return convert

@@ -1,0 +1,138 @@
+"""What can be checked of a job in a moment: templates, the model's place, input and output. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from batchgen.errors import ConfigError, PermissionDenied
+from batchgen.io.files import InputFile, expand, local_path, open_input
+from batchgen.spec import JobSpec, PromptSpec
+
+
+def check(spec: JobSpec, where: str) -> str:
+    """Raises the error that a run of the job would end with; returns what it would read and write, in a line."""
+    variables = _template_variables(spec.prompt, where)
+    _check_model(spec)
+    _check_output(spec.output.path)
+    files = expand(spec.input.path, spec.input.storage_options, allow_empty=spec.input.allow_empty)
+    if files:
+        _check_columns(spec, files[0], variables, where)
+    size = sum(file.size for file in files)
+    return f"{len(files)} input file{'' if len(files) == 1 else 's'} ({size / 1e6:,.1f} MB) into {spec.output.path}"
+
+
+# -- templates ---------------------------------------------------------------------------------------------------------
+
+
+def _template_variables(prompt: PromptSpec, where: str) -> dict[str, str]:
+    """The columns that the job's templates cannot do without, each with the key that wants it."""
+    sources = dict(_templates(prompt))
+    if not sources:
+        return {}
+    import jinja2
+    from jinja2 import meta, nodes
+
+    from batchgen.templates import row_environment
+
+    environment = row_environment()
+    wanted: dict[str, str] = {}
+    for key, text in sources.items():
+        try:
+            environment.from_string(text)
+            tree = environment.parse(text)
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(f"{where}: `{key}`: not valid Jinja: line {error.lineno}: {error.message}") from None
+        names = meta.find_undeclared_variables(tree) - set(environment.globals)
+        for node in tree.find_all((nodes.Test, nodes.Filter)):
+            # `x is defined` and `x | default(...)` are how a template does without x.
+            if node.name in ("defined", "undefined", "default", "d") and isinstance(node.node, nodes.Name):
+                names.discard(node.node.name)
+        wanted.update(dict.fromkeys(names, key))
+    return wanted
+
+
+def _templates(prompt: PromptSpec) -> Iterator[tuple[str, str]]:
+    """Key and text of every template in the job file."""
+    if prompt.template is not None:
+        yield "prompt.template", prompt.template
+    for index, message in enumerate(prompt.messages or ()):
+        yield from _texts(f"prompt.messages[{index}].content", message.get("content"))
+
+
+def _texts(key: str, content: Any) -> Iterator[tuple[str, str]]:
+    """A message's content is text, or a list of parts that may hold some."""
+    if isinstance(content, str):
+        yield key, content
+    elif isinstance(content, list | tuple):
+        for index, part in enumerate(content):
+            if isinstance(part, dict):
+                yield from _texts(f"{key}[{index}].text", part.get("text"))
+
+
+# -- places ------------------------------------------------------------------------------------------------------------
+
+
+def _check_model(spec: JobSpec) -> None:
+    from batchgen import weights
+
+    path = spec.model.path
+    if not weights.HUB_NAME.fullmatch(path) or Path(path).exists():  # what is on the hub is not asked for here
+        weights.resolve(path)
+
+
+def _check_output(path: str) -> None:
+    """The folder can be made or written to, as far as asking without trying can tell."""
+    folder = local_path(path)
+    if folder is None:
+        return
+    at = Path(folder).absolute()
+    while not os.path.lexists(at):
+        at = at.parent
+    if not at.is_dir():
+        raise ConfigError(f"`output.path: {path}`: {at} is not a folder; choose another place")
+    if not os.access(at, os.W_OK | os.X_OK):
+        raise PermissionDenied(f"`output.path: {path}`: this user may not write to {at}")
+
+
+# -- columns -----------------------------------------------------------------------------------------------------------
+
+
+def _check_columns(spec: JobSpec, file: InputFile, variables: dict[str, str], where: str) -> None:
+    """The columns that the job names are in the first file, if it says what it has: Parquet does."""
+    with open_input(file.path, spec.input.storage_options) as raw:
+        magic = raw.read(4)
+    if magic != b"PAR1" and spec.input.format != "parquet":
+        return  # and Arrow, slow to import, is not needed
+    from batchgen.io import sources
+    from batchgen.prompts import DEFAULT_COLUMNS, WHOLE_ROW
+
+    found = sources.detect(file, spec.input.format, spec.input.storage_options)
+    schema = sources.schema(file, found, spec.input.storage_options)
+    assert schema is not None
+    have = f"the columns of {file.path} are {', '.join(schema.names)}"
+    variables.pop(WHOLE_ROW, None)
+    for column, key in _wanted(spec, variables):
+        if column not in schema.names:
+            raise ConfigError(f"{where}: `{key}`: there is no column {column}; {have}")
+    prompt = spec.prompt
+    given = any(source is not None for source in (prompt.column, prompt.template, prompt.messages, prompt.token_ids))
+    if not given and not any(column in schema.names for column in DEFAULT_COLUMNS):
+        raise ConfigError(
+            f"{where}: `prompt`: expected one of column, template, messages, token_ids, or input with a column "
+            f"{' or '.join(DEFAULT_COLUMNS)}; {have}"
+        )
+
+
+def _wanted(spec: JobSpec, variables: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Every column that the job needs, with the key that wants it."""
+    prompt = spec.prompt
+    named = {"prompt.column": prompt.column, "prompt.token_ids": prompt.token_ids, "input.id": spec.input.id}
+    if isinstance(prompt.tools, str):
+        named["prompt.tools"] = prompt.tools
+    yield from ((column, key) for key, column in named.items() if column is not None)
+    yield from variables.items()
+    if spec.output.columns != "all":
+        yield from ((column, "output.columns") for column in spec.output.columns)

@@ -1,0 +1,337 @@
+"""The command line: from what was typed to a function, from what comes of it to a stream and an exit code."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from batchgen import __version__
+from batchgen.errors import BatchgenError, ExitCode, Interrupted, UsageError
+
+# Every command imports what it needs when it runs: `--help`, `validate` and `status` answer at once.
+if TYPE_CHECKING:
+    from batchgen.ledger import RunStatus
+    from batchgen.spec import JobSpec
+
+_CommandT = TypeVar("_CommandT", bound=Callable[..., Any])
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """The `batchgen` command; ends the process with one of `errors.ExitCode`."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a row may hold what the terminal cannot show
+    state = {"debug": False}
+    try:
+        code = cli.main(args, prog_name="batchgen", standalone_mode=False, obj=state)
+    except click.ClickException as error:
+        error.show()
+        code = ExitCode.USAGE
+    except click.Abort:
+        code = _failed(Interrupted("stopped from the keyboard", reason="signal"), debug=False)
+    except Exception as error:
+        code = _failed(error, debug=state["debug"])
+    sys.exit(code or ExitCode.DONE)
+
+
+def _failed(error: Exception, *, debug: bool) -> ExitCode:
+    """Say what went wrong on standard error."""
+    if debug:
+        traceback.print_exception(error)
+    if isinstance(error, BatchgenError):
+        message, code = str(error), error.exit_code
+    elif isinstance(error, OSError):
+        message, code = str(error), ExitCode.PERMISSION if isinstance(error, PermissionError) else ExitCode.IO
+    else:
+        message, code = f"our bug: {type(error).__name__}: {error}", ExitCode.INTERNAL
+        if not debug:
+            message += "\nrun again with --debug for the traceback, and please report it"
+    for line in message.splitlines() or [type(error).__name__]:
+        click.echo(f"batchgen: {line}", err=True)
+    return code
+
+
+def _print(text: str) -> None:
+    """One result on standard output. A reader that has seen enough and left, such as `head`, is no error."""
+    try:
+        click.echo(text)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit does not fail too
+        raise click.exceptions.Exit(ExitCode.DONE) from None
+
+
+def _print_json(data: Any) -> None:
+    import orjson
+
+    _print(orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY).decode())
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+def _params(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+    params: dict[str, str] = {}
+    for value in values:
+        name, equals, text = value.partition("=")
+        if not equals or not name.isidentifier():
+            raise click.BadParameter(f"{value!r}: expected NAME=VALUE")
+        if name in params:
+            raise click.BadParameter(f"{name} is given twice")
+        params[name] = text
+    return params
+
+
+def _duration(context: click.Context, option: click.Parameter, value: str | None) -> float | None:
+    from batchgen import kinds
+
+    try:
+        return None if value is None else kinds.duration(value)
+    except ValueError:
+        raise click.BadParameter(f"{value!r}: expected a duration such as 90s, 30m, 3h or 1h30m") from None
+
+
+def _debug(context: click.Context, option: click.Parameter, value: bool) -> None:
+    context.obj["debug"] = value
+
+
+_debug_option = click.option(
+    "--debug", is_flag=True, expose_value=False, callback=_debug, help="Show the traceback of an error."
+)
+_set_option = click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override a key of the job file, given with its path.",
+)
+
+
+def _job_options(command: _CommandT) -> _CommandT:
+    """A job file and what may be put into it."""
+    param = click.option(
+        "--param",
+        "params",
+        multiple=True,
+        metavar="NAME=VALUE",
+        callback=_params,
+        help="Value of ${NAME} in the job file.",
+    )
+    return click.argument("job", type=click.Path())(param(_set_option(_debug_option(command))))
+
+
+def _load(job: str, params: Mapping[str, str], overrides: Sequence[str]) -> JobSpec:
+    from batchgen import spec
+
+    return spec.load(job, params=params, overrides=overrides)
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, message="%(prog)s %(version)s")
+def cli() -> None:
+    """Offline batch inference: Parquet or JSONL in, checkpointed results out."""
+
+
+@cli.command()
+@_job_options
+@click.option(
+    "--limit", type=click.IntRange(1), help="Only the first LIMIT input rows, for a trial; never marked complete."
+)
+@click.option("--must-be-new", is_flag=True, help="Refuse an output folder that holds a run.")
+@click.option("--overwrite", is_flag=True, help="Delete the run in the output folder, then start afresh.")
+@click.option("--yes", is_flag=True, help="Do not ask before --overwrite deletes.")
+@click.option(
+    "--max-runtime", metavar="DURATION", callback=_duration, help="Save and exit 75 after this time, such as 3h."
+)
+@click.option("--max-output-tokens", type=click.IntRange(1), help="Save and exit 75 after that many output tokens.")
+def run(
+    job: str,
+    params: dict[str, str],
+    overrides: tuple[str, ...],
+    limit: int | None,
+    must_be_new: bool,
+    overwrite: bool,
+    yes: bool,
+    max_runtime: float | None,
+    max_output_tokens: int | None,
+) -> None:
+    """Run JOB, or go on with it where it was stopped.
+
+    The last line on standard output is the summary as JSON.
+    """
+    if must_be_new and overwrite:
+        raise click.UsageError("--must-be-new and --overwrite contradict each other")
+    if yes and not overwrite:
+        raise click.UsageError("--yes answers the question of --overwrite, which is not given")
+    spec = _load(job, params, overrides)
+    if overwrite and not yes:
+        _confirm(f"Delete the run in {spec.output.path}?")
+    _show_logs()
+    try:
+        from batchgen import job as jobs
+
+        options = jobs.RunOptions(
+            limit=limit,
+            must_be_new=must_be_new,
+            overwrite=overwrite,
+            max_runtime=max_runtime,
+            max_output_tokens=max_output_tokens,
+        )
+        _print_json(jobs.run(spec, options))
+    except KeyboardInterrupt:
+        raise _interrupted(Interrupted("stopped from the keyboard; run the same command again", "signal")) from None
+    except Interrupted as error:
+        raise _interrupted(error) from error.__cause__
+
+
+def _show_logs() -> None:
+    """What batchgen itself has to say goes to standard error; of its libraries only warnings do."""
+    import logging
+
+    logging.basicConfig(format="batchgen: %(message)s", level=logging.WARNING)
+    logging.getLogger("batchgen").setLevel(logging.INFO)
+
+
+def _confirm(question: str) -> None:
+    if not sys.stdin.isatty():
+        raise click.UsageError("--overwrite deletes results and there is no terminal to ask on; add --yes")
+    if not click.confirm(question, err=True):
+        raise UsageError("not confirmed; nothing was deleted")
+
+
+def _interrupted(error: Interrupted) -> Interrupted:
+    """Tell programs why, on the line where they expect the summary."""
+    _print_json({"status": "interrupted", "reason": error.reason})
+    return error
+
+
+@cli.command()
+@_job_options
+@click.option("-n", "rows", type=click.IntRange(1), default=5, show_default=True, help="Number of input rows.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON line for each answer.")
+def preview(job: str, params: dict[str, str], overrides: tuple[str, ...], rows: int, as_json: bool) -> None:
+    """Show the first prompts of JOB as the model sees them, and its answers. Writes nothing."""
+    spec = _load(job, params, overrides)
+    _show_logs()
+    from batchgen import job as jobs
+
+    for answer in jobs.preview(spec, rows):
+        if as_json:
+            _print_json(answer)
+        else:
+            _print(_readable(answer))
+
+
+def _readable(answer: Mapping[str, Any]) -> str:
+    """One previewed row for a person."""
+    tokens = answer["prompt_tokens"]
+    size = "" if tokens is None else f" · {tokens:,} prompt tokens"
+    head = click.style(f"── {answer['id']}{size} ", bold=True)
+    if error := answer["error"]:
+        end = click.style(f"error {error['code']}: {error['message']}", fg="red")
+    else:
+        end = f"{answer['text']}\n{click.style('[' + answer['finish_reason'] + ']', dim=True)}"
+    prompt = [] if answer["prompt"] is None else [answer["prompt"], click.style("── answer ", bold=True)]
+    return "\n".join([head, *prompt, end, ""])
+
+
+@cli.command()
+@_job_options
+def validate(job: str, params: dict[str, str], overrides: tuple[str, ...]) -> None:
+    """Check JOB in a moment: its keys, templates and paths, the columns it needs. Loads no model."""
+    spec = _load(job, params, overrides)
+    from batchgen import checks
+
+    _print(f"{job}: ok: {checks.check(spec, where=job)}")
+
+
+@cli.command()
+@_job_options
+@click.option("--json", "as_json", is_flag=True, help="One JSON line.")
+def status(job: str, params: dict[str, str], overrides: tuple[str, ...], as_json: bool) -> None:
+    """Show how far a run is. JOB is its job file or its output folder."""
+    from batchgen.io.files import Store
+    from batchgen.ledger import peek
+
+    if os.path.isfile(job) or job.endswith((".yaml", ".yml")):
+        output = _load(job, params, overrides).output
+        store = Store(output.path, output.storage_options)
+    elif params or overrides:
+        raise click.UsageError(f"--param and --set go with a job file, {job} is a folder")
+    else:
+        store = Store(job)
+    found = peek(store)
+    if as_json:
+        _print_json(found)
+    else:
+        _print(_status_table(found, store.url))
+
+
+def _status_table(run: RunStatus, url: str) -> str:
+    if run.state == "empty":
+        return f"{url}: no run in this folder"
+
+    def part(done: int, total: int | None) -> str:
+        return f"{done:,}" if total is None else f"{done:,} of {total:,} ({done / total if total else 1:.1%})"
+
+    worker = "" if run.pid is None else f", process {run.pid} on {run.host}"
+    rows = {
+        "state": f"{run.state}{worker if run.state == 'running' else ''}",
+        "rows": part(run.rows_done, run.rows_total),
+        "failed rows": f"{run.rows_failed:,}",
+        "shards": part(run.shards_done, run.shards_total),
+        "input files": f"{run.files:,}",
+        "prompt tokens": f"{run.prompt_tokens:,}",
+        "output tokens": f"{run.output_tokens:,}",
+        "starts": f"{run.epoch}, the first {run.started or 'unknown'}",
+        "last sign": run.updated or "none",
+    }
+    width = max(map(len, rows))
+    return "\n".join([f"{run.name} in {url}", *(f"  {name:<{width}}  {value}" for name, value in rows.items())])
+
+
+@cli.group()
+def bench() -> None:
+    """Measure this machine."""
+
+
+@bench.command("engine")
+@click.option("--model", required=True, metavar="PATH", help="As model.path in a job file.")
+@click.option("--workload", default="mixed", show_default=True, metavar="NAME", help="One of the built-in workloads.")
+@click.option("--workload-file", type=click.Path(), help="A JSON list of {prompt: [token ids], out: number} instead.")
+@click.option("--save", type=click.Path(), help="Write the generated token ids to this file.")
+@_set_option
+@_debug_option
+def bench_engine(
+    model: str, workload: str, workload_file: str | None, save: str | None, overrides: tuple[str, ...]
+) -> None:
+    """Run a workload through the engine; prints its speed as one JSON line.
+
+    --set takes the keys of the sections model and engine of a job file.
+    """
+    for override in overrides:
+        if not override.startswith(("model.", "engine.")):
+            raise click.BadParameter(f"{override!r}: expected a key of model or engine", param_hint="--set")
+    from batchgen import spec
+
+    job = {"model": {"path": model}, "input": {"path": "-"}, "sampling": {"max_tokens": None}, "output": {"path": "-"}}
+    settings = spec.parse(job, where="bench engine", overrides=overrides)
+    _show_logs()
+    from batchgen import bench as benches
+
+    found = benches.engine(
+        model=settings.model, spec=settings.engine, workload=workload, workload_file=workload_file, save=save
+    )
+    _print_json(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,496 @@
+"""What runs in the next step: decodes, prefill chunks, admission, preemption. Numbers only, no tensors, no device."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from batchgen.engine.blocks import BlockManager
+from batchgen.engine.sequence import Sequence, TextStream
+from batchgen.engine.step import EngineSettings, IntArray, SlotStart, StepPlan, StepResult
+from batchgen.types import Completion, InFlight, Request, RowError
+
+MEAN_UNTIL_KNOWN = 256  # expected output tokens before enough rows have finished to tell
+KNOWN_AFTER = 16  # finished samples
+SMALLEST_STEP = 8  # tokens; a step of one row and no more tokens than this cannot be made smaller to any use
+GROW_AFTER = 256  # good steps after which a budget that was halved doubles
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counts since the engine was made, and where it stands now.
+
+    `prompt_tokens` counts each sample's prompt once, when it starts; `cached_tokens` of these and of resumed output
+    were found in the prefix cache. `recomputed_tokens` were computed again after a preemption. `output_tokens` leaves
+    resumed output out.
+    """
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    recomputed_tokens: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_total: int = 0
+    running: int = 0
+    waiting: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A step that was planned and whose result is not here yet, with the blocks it made findable."""
+
+    plan: StepPlan
+    registered: list[int]
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A plan in the making: the prefill rows and what goes with them."""
+
+    slots: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    slot_starts: list[SlotStart] = field(default_factory=list)
+    block_appends: list[tuple[int, int, list[int]]] = field(default_factory=list)
+    registered: list[int] = field(default_factory=list)
+
+
+class Scheduler:
+    """Plans steps and takes in their results, in the same order, with any number of steps in between.
+
+    A sampled token that is still in flight is counted by position; the device feeds it to the next step itself. A stop
+    that is seen late leaves a row in the steps in flight: its extra tokens are dropped, and slot and blocks are given
+    back when the last of these steps is collected.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        *,
+        eos_token_ids: frozenset[int],
+        stream_factory: Callable[[], TextStream],
+    ) -> None:
+        self.settings = settings
+        self.blocks = BlockManager(settings.num_blocks)
+        self._eos_token_ids = eos_token_ids
+        self._stream_factory = stream_factory
+        self._waiting: deque[Sequence] = deque()
+        self._running: dict[int, Sequence] = {}  # slot -> sample, in order of admission
+        self._slots_cache: IntArray | None = None  # the keys of _running
+        self._ended: list[Sequence] = []  # finished, but steps in flight still touch them
+        self._finished: list[Completion] = []  # not handed out yet
+        self._flights: deque[_Flight] = deque()
+        self._free_slots = list(range(settings.max_num_seqs - 1, -1, -1))
+        self._budget = settings.max_batch_tokens
+        self._good_steps = 0
+        self._watermark = max(1, settings.num_blocks // 100)
+        self._steps = 0
+        self._num_finished = 0
+        self._output_of_finished = 0
+        self._stats = EngineStats(kv_blocks_total=settings.num_blocks)
+        # Per slot, (max_num_seqs,)
+        self._scheduled = np.zeros(settings.max_num_seqs, np.int32)  # positions computed or in flight
+        self._total = np.zeros(settings.max_num_seqs, np.int32)  # tokens known or in flight
+        self._limit = np.zeros(settings.max_num_seqs, np.int32)  # tokens at which the sample ends
+        self._capacity = np.zeros(settings.max_num_seqs, np.int32)  # tokens its blocks hold
+        self._shared = np.zeros(settings.max_num_seqs, np.int32)  # of these, found in the cache at admission
+        self._prompt = np.zeros(settings.max_num_seqs, np.int32)
+        self._certain = np.zeros(settings.max_num_seqs, np.bool_)  # nothing but the limit can end it
+        self._pending = np.zeros(settings.max_num_seqs, np.int32)  # steps in flight that hold it
+
+    # -- what goes in and comes out -----------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue every sample of a row that is not finished already."""
+        num_prompt = len(request.prompt_token_ids)
+        error: RowError | None = None
+        if num_prompt == 0:
+            error = RowError("empty_prompt", "the prompt has no tokens")
+        elif num_prompt >= self.settings.max_model_len:
+            error = RowError(
+                "prompt_too_long",
+                f"the prompt has {num_prompt} tokens, which leaves no room for output in a context of "
+                f"{self.settings.max_model_len}",
+            )
+        for sample in range(request.sampling.n):
+            if request.resume.get(sample, ()) is None:
+                continue
+            sequence = Sequence(
+                request,
+                sample,
+                max_model_len=self.settings.max_model_len,
+                eos_token_ids=self._eos_token_ids,
+                stream_factory=self._stream_factory,
+            )
+            if error is not None:
+                self._complete(sequence, error)
+            elif sequence.finish is not None:
+                self._complete(sequence)
+            else:
+                self._waiting.append(sequence)
+
+    def take_finished(self) -> list[Completion]:
+        """What ended since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running or self._waiting or self._flights or self._finished)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def snapshot(self) -> list[InFlight]:
+        """The output so far of every unfinished sample that has any."""
+        unfinished = [*self._running.values(), *self._waiting]
+        return [InFlight(s.request.key, s.sample, s.output()) for s in unfinished if s.num_output > 0]
+
+    def stats(self) -> EngineStats:
+        stats = self._stats
+        stats.kv_blocks_used = self.blocks.num_used
+        stats.running, stats.waiting = len(self._running), len(self._waiting)
+        return stats
+
+    def abandon(self) -> None:
+        """Drop every unfinished sample; no step is in flight."""
+        assert not self._flights
+        for sequence in list(self._running.values()):
+            self._leave_slot(sequence)
+        self._waiting.clear()
+        self._finished.clear()
+
+    # -- planning -----------------------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan | None:
+        """The next step. None: nothing can run before a step in flight is collected, or there is no work left."""
+        decodes = self._decodes()
+        if decodes is None:
+            return None
+        draft = _Draft()
+        self._append_blocks(decodes, draft)
+        budget = self._budget - len(decodes)
+        budget = self._continue_prefills(draft, budget)
+        self._admit(draft, budget)
+        if not len(decodes) and not draft.slots:
+            return None
+
+        slots = np.concatenate([decodes, np.array(draft.slots, np.int32)])
+        starts = np.concatenate([self._scheduled[decodes], np.array(draft.starts, np.int32)])
+        lengths = np.concatenate([np.ones(len(decodes), np.int32), np.array(draft.lengths, np.int32)])
+        ends = starts + lengths
+        samples = ends == self._total[slots]
+        self._scheduled[slots] = ends
+        self._total[slots] += samples
+        self._pending[slots] += 1
+        plan = StepPlan(self._steps, draft.slot_starts, draft.block_appends, slots, starts, lengths, samples)
+        self._flights.append(_Flight(plan, draft.registered))
+        self._steps += 1
+        return plan
+
+    def _decodes(self) -> IntArray | None:
+        """Slots with one position left to compute, when the blocks they need are there; else None: collect first."""
+        while True:
+            slots = self._running_slots()
+            ready = (self._total[slots] - self._scheduled[slots] == 1) & (self._total[slots] < self._limit[slots])
+            decodes = slots[ready][: self._budget]
+            growing = decodes[self._scheduled[decodes] >= self._capacity[decodes]]
+            if len(growing) <= self.blocks.num_free and not self._owns_pool(growing):
+                return decodes
+            if self._flights:
+                return None
+            self._make_room(growing)
+
+    def _running_slots(self) -> IntArray:
+        """(num_running,) in order of admission."""
+        if self._slots_cache is None:
+            self._slots_cache = np.fromiter(self._running, np.int32, len(self._running))
+        return self._slots_cache
+
+    def _owns_pool(self, growing: IntArray) -> bool:
+        """Whether one of these has every block there is: no preemption can help it."""
+        pool = self.settings.num_blocks * self.settings.block_size
+        return bool(len(growing)) and int(self._capacity[growing].max()) >= pool
+
+    def _make_room(self, growing: IntArray) -> None:
+        """End the sample that outgrew the pool, or preempt the one with the least work done. Nothing is in flight."""
+        if self._owns_pool(growing):
+            sequence = self._running[int(growing[self._capacity[growing].argmax()])]
+            self._leave_slot(sequence)
+            self._complete(sequence, self._pool_too_small(len(sequence.tokens)))
+            return
+        slots = self._running_slots()
+        work = self._scheduled[slots]
+        least = slots[work == work.min()]
+        self._preempt(self._running[int(least[-1])])
+
+    def _append_blocks(self, decodes: IntArray, draft: _Draft) -> None:
+        growing = decodes[self._scheduled[decodes] >= self._capacity[decodes]]
+        for slot in growing.tolist():
+            block_ids = self._running[slot].block_ids
+            new = self.blocks.allocate(1)
+            draft.block_appends.append((slot, len(block_ids), new))
+            block_ids.extend(new)
+        self._capacity[growing] += self.settings.block_size
+
+    def _continue_prefills(self, draft: _Draft, budget: int) -> int:
+        slots = self._running_slots()
+        unfinished = slots[self._total[slots] - self._scheduled[slots] > 1]
+        for slot in unfinished.tolist():
+            if budget == 0:
+                break
+            budget -= self._add_chunk(self._running[slot], draft, budget)
+        return budget
+
+    def _admit(self, draft: _Draft, budget: int) -> None:
+        """Start waiting samples in order, as long as tokens, slots and blocks last."""
+        while (
+            self._waiting
+            and budget > 0
+            and self._free_slots
+            and len(self._running) < self._budget  # each running sample takes one token of every step
+        ):
+            sequence = self._waiting[0]
+            num_tokens = len(sequence.tokens)
+            num_blocks = -(-num_tokens // self.settings.block_size)
+            if num_blocks > self.settings.num_blocks:
+                self._waiting.popleft()
+                self._complete(sequence, self._pool_too_small(num_tokens))
+                continue
+            hits = self._find_prefix(sequence)
+            need = num_blocks - len(hits)
+            left = self.blocks.num_free - need - self.blocks.count_free(hits)
+            if left < 0 or (self._running and not (left >= self._watermark and self._fits(sequence, need, left))):
+                break
+            self._waiting.popleft()
+            self._enter_slot(sequence, hits, need, draft)
+            budget -= self._add_chunk(sequence, draft, budget)
+
+    def _find_prefix(self, sequence: Sequence) -> list[int]:
+        """Blocks of the cache that hold its first tokens; never its last one, whose logits are wanted."""
+        hits: list[int] = []
+        if self.settings.prefix_cache:
+            for index in range((len(sequence.tokens) - 1) // self.settings.block_size):
+                block = self.blocks.find(sequence.block_hash(index, self.settings.block_size))
+                if block is None:
+                    break
+                hits.append(block)
+        return hits
+
+    def _fits(self, sequence: Sequence, need: int, left: int) -> bool:
+        """Whether the pool holds all running samples and this one up to their expected ends.
+
+        Samples end one after the other, the one with the least left first. Just before one ends, those still running
+        have all grown by what it had left; the highest of these moments must fit.
+        """
+        block_size = self.settings.block_size
+        slots = self._running_slots()
+        room = np.append(self._limit[slots] - self._total[slots], sequence.limit - len(sequence.tokens))
+        produced = np.append(self._total[slots] - self._prompt[slots], sequence.num_output)
+        certain = np.append(self._certain[slots], sequence.ends_at_limit)
+        own = np.append(self._capacity[slots] - self._shared[slots], need * block_size)
+        mean = self._output_of_finished / self._num_finished if self._num_finished >= KNOWN_AFTER else MEAN_UNTIL_KNOWN
+        guess = np.maximum(mean - produced, mean / 4)
+        remaining = np.where(certain, room, np.minimum(room, guess))
+        order = np.argsort(-remaining)
+        alive = np.arange(1, len(order) + 1)
+        pool = self.settings.num_blocks * block_size
+        used_by_all = pool - left * block_size - own.sum()  # shared prefixes: counted once, never given back
+        peak = used_by_all + (np.cumsum(own[order]) + alive * remaining[order]).max()
+        return bool(peak <= pool)
+
+    def _add_chunk(self, sequence: Sequence, draft: _Draft, budget: int) -> int:
+        """Put the next chunk of its known tokens into the plan; what it fills can be shared from here on, because
+        each layer writes all keys and values of a step before it attends."""
+        slot = sequence.slot
+        start = int(self._scheduled[slot])
+        length = min(budget, len(sequence.tokens) - start)
+        draft.slots.append(slot)
+        draft.starts.append(start)
+        draft.lengths.append(length)
+        draft.registered += self._register(sequence, start, start + length)
+        return length
+
+    def _register(self, sequence: Sequence, start: int, end: int) -> list[int]:
+        """Make the blocks filled by computing [start, end) findable."""
+        if not self.settings.prefix_cache:
+            return []
+        size = self.settings.block_size
+        return [
+            sequence.block_ids[index]
+            for index in range(start // size, end // size)
+            if self.blocks.register(sequence.block_ids[index], sequence.block_hash(index, size))
+        ]
+
+    # -- samples and slots --------------------------------------------------------------------------------------
+
+    def _enter_slot(self, sequence: Sequence, hits: list[int], need: int, draft: _Draft) -> None:
+        num_tokens, size = len(sequence.tokens), self.settings.block_size
+        slot = sequence.slot = self._free_slots.pop()
+        self.blocks.share(hits)
+        sequence.block_ids = hits + self.blocks.allocate(need)
+        self._running[slot] = sequence
+        self._slots_cache = None
+        self._scheduled[slot] = self._shared[slot] = len(hits) * size
+        self._total[slot] = num_tokens
+        self._limit[slot] = sequence.limit
+        self._capacity[slot] = len(sequence.block_ids) * size
+        self._prompt[slot] = sequence.num_prompt
+        self._certain[slot] = sequence.ends_at_limit
+        self._pending[slot] = 0
+        draft.slot_starts.append(
+            SlotStart(
+                slot,
+                np.array(sequence.tokens, np.int32),
+                sequence.num_prompt,
+                sequence.request.sampling,
+                sequence.request.noise_key,
+                sequence.sample,
+            )
+        )
+        draft.block_appends.append((slot, 0, list(sequence.block_ids)))
+        if sequence.num_computed < 0:
+            self._stats.prompt_tokens += sequence.num_prompt
+            self._stats.cached_tokens += len(hits) * size
+        else:
+            self._stats.recomputed_tokens += max(0, sequence.num_computed - len(hits) * size)
+
+    def _leave_slot(self, sequence: Sequence) -> None:
+        """Out of the running ones; slot and blocks go back when no step in flight holds them."""
+        del self._running[sequence.slot]
+        self._slots_cache = None
+        if self._pending[sequence.slot]:
+            self._ended.append(sequence)
+        else:
+            self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.blocks.free(sequence.block_ids)
+        sequence.block_ids = []
+        self._free_slots.append(sequence.slot)
+        sequence.slot = -1
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to the head of the queue with all its tokens. What it computed stays findable until it is overwritten;
+        only now is output worth hashing."""
+        sequence.num_computed = int(self._scheduled[sequence.slot])
+        self._register(sequence, 0, sequence.num_computed)
+        self._leave_slot(sequence)
+        self._waiting.appendleft(sequence)
+        self._stats.preemptions += 1
+
+    def _complete(self, sequence: Sequence, error: RowError | None = None) -> None:
+        reason, stop_reason = sequence.finish if error is None and sequence.finish else ("error", None)
+        self._finished.append(
+            Completion(
+                sequence.request.key,
+                sequence.sample,
+                sequence.output(),
+                reason,
+                stop_reason,
+                sequence.num_prompt,
+                error,
+            )
+        )
+
+    def _pool_too_small(self, num_tokens: int) -> RowError:
+        size, total = self.settings.block_size, self.settings.num_blocks
+        return RowError(
+            "out_of_memory",
+            f"the row has {num_tokens} tokens, which take {-(-num_tokens // size)} KV blocks of {size}; the whole pool "
+            f"has {total} ({total * size} tokens); give the engine more kv_memory or the row fewer tokens",
+        )
+
+    # -- results ------------------------------------------------------------------------------------------------
+
+    def update(self, result: StepResult) -> list[Completion]:
+        """Take in the oldest step in flight; what has ended since the last call."""
+        plan = self._flights.popleft().plan
+        assert plan.step == result.step, f"step {result.step} came back, {plan.step} was the oldest in flight"
+        self._stats.steps += 1
+        self._pending[plan.slots] -= 1
+        slots = plan.slots[plan.samples].tolist()
+        broken = set() if result.finite.all() else {slots[i] for i in np.flatnonzero(~result.finite).tolist()}
+        num_accepted = 0
+        for slot, token_id in zip(slots, result.token_ids.tolist(), strict=True):
+            sequence = self._running.get(slot)
+            if sequence is None:
+                continue  # it ended while this step was in flight
+            if slot in broken:
+                self._leave_slot(sequence)
+                self._complete(sequence, _nonfinite(sequence))
+                continue
+            num_accepted += 1
+            sequence.finish = sequence.accept(token_id)
+            if sequence.finish is not None:
+                self._leave_slot(sequence)
+                self._complete(sequence)
+                self._num_finished += 1
+                self._output_of_finished += sequence.num_output
+        self._stats.output_tokens += num_accepted
+        self._release_ended()
+        self._good_steps += 1
+        if self._good_steps >= GROW_AFTER and self._budget < self.settings.max_batch_tokens:
+            self._budget = min(2 * self._budget, self.settings.max_batch_tokens)
+            self._good_steps = 0
+        return self.take_finished()
+
+    def retreat(self, plan: StepPlan) -> None:
+        """The newest step did not fit into memory and never happened; all older ones are collected.
+
+        Its samples go back to the queue in their order and the next steps have at most half its tokens. A single row
+        that no smaller step can help ends with an error, and the others get the full budget back.
+        """
+        flight = self._flights.pop()
+        assert flight.plan is plan and not self._flights
+        for block in flight.registered:
+            self.blocks.forget(block)
+        self._scheduled[plan.slots] -= plan.lengths
+        self._total[plan.slots] -= plan.samples
+        self._pending[plan.slots] -= 1
+        for start in plan.slot_starts:
+            self._scheduled[start.slot] = 0  # what it found in the cache may have been this step's
+        sequences = [self._running[slot] for slot in plan.slots.tolist() if slot in self._running]
+        for sequence in reversed(sequences):
+            self._preempt(sequence)
+        self._release_ended()
+        self._good_steps = 0
+        if len(sequences) == 1 and plan.num_tokens <= SMALLEST_STEP:
+            self._complete(self._waiting.popleft(), _step_too_large(plan.num_tokens, len(sequences[0].tokens)))
+            self._budget = self.settings.max_batch_tokens
+        else:
+            self._budget = max(1, plan.num_tokens // 2)
+
+    def _release_ended(self) -> None:
+        if self._ended:
+            held = [s for s in self._ended if self._pending[s.slot]]
+            for sequence in self._ended:
+                if not self._pending[sequence.slot]:
+                    self._release(sequence)
+            self._ended = held
+
+
+def _nonfinite(sequence: Sequence) -> RowError:
+    return RowError(
+        "nonfinite_logits",
+        f"the model's logits for output token {sequence.num_output} held NaN or infinity; "
+        "a wider dtype (model.dtype: float32) may help",
+    )
+
+
+def _step_too_large(step_tokens: int, row_tokens: int) -> RowError:
+    return RowError(
+        "out_of_memory",
+        f"the device has no memory for a step of {step_tokens} tokens of this row alone ({row_tokens} tokens so far); "
+        "lower engine.kv_memory to leave more to the model",
+    )

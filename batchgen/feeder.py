@@ -1,0 +1,257 @@
+"""The feeder: rows read, rendered and encoded ahead of the engine by a child process. This is the parent's end of it.
+
+The child is a fresh interpreter, not a fork: it never loads torch, runs at the lowest priority on one thread, and can
+be killed without harm. (multiprocessing's spawn would import the caller's main script, and torch with it.) Batches
+come through a pipe; a few bytes of shared memory say which rows the child is working on, so that a row that hangs is
+found, made an error, and passed over by the next child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any
+
+import psutil
+import pyarrow as pa
+
+from batchgen import errors
+from batchgen.carry import input_fields
+from batchgen.errors import BatchgenError
+from batchgen.feeder_child import RowBatch, State, Task
+from batchgen.io.files import InputFile
+from batchgen.spec import JobSpec
+from batchgen.types import ShardRange
+
+READY_BATCHES = 8  # wait in the parent; each is at most 256 rows or about 1 MiB of input
+STUCK_SECONDS = 30.0  # of the child's processor time, without a sign of progress
+
+BOOT = """
+import signal, sys
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, signal.SIG_IGN)
+sys.path[:] = sys.argv[4:]
+from batchgen.feeder_child import child_main
+child_main(*map(int, sys.argv[1:4]))
+"""
+
+
+def carried_fields(
+    spec: JobSpec, files: Sequence[InputFile], formats: Sequence[str]
+) -> tuple[pa.Field | None, tuple[pa.Field, ...]]:
+    """The fields that `RowBatch.carried` will have: of the id, where the job names an id column, and of the others."""
+    fields = input_fields(spec, files, formats)
+    return fields.id, fields.carried
+
+
+class Feeder:
+    """Delivers all rows that are not in `done`, batch by batch, in input order. A context manager."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        files: Sequence[InputFile],
+        formats: Sequence[str],
+        model_path: str,
+        max_model_len: int,
+        done: Mapping[int, Mapping[int, ShardRange | None]],
+        limit: int | None,
+        *,
+        stuck_seconds: float = STUCK_SECONDS,
+    ) -> None:
+        known = {file: dict(shards) for file, shards in done.items()}
+        fields = input_fields(spec, files, formats)
+        self._task = Task(spec, tuple(files), tuple(formats), model_path, max_model_len, fields, known, limit)
+        self._stuck_seconds = stuck_seconds
+        self._child: _Child | None = None
+        self._finished = False
+
+    def __enter__(self) -> Feeder:
+        self._child = _Child(self._task)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._child is not None:
+            self._child.close()
+            self._child = None
+
+    @property
+    def finished(self) -> bool:
+        """All rows have been handed out."""
+        return self._finished
+
+    def poll(self) -> RowBatch | None:
+        """A batch if one is ready. Never waits. Raises what made the child fail."""
+        return self._next(None)
+
+    def get(self, timeout: float) -> RowBatch | None:
+        """The next batch, waiting for at most `timeout` seconds; None then, and after the last one."""
+        deadline = time.monotonic() + timeout
+        while not self._finished:
+            left = deadline - time.monotonic()
+            if (batch := self._next(max(0.0, min(left, 1.0)))) is not None:
+                return batch
+            if left <= 0:
+                break
+        return None
+
+    def _next(self, timeout: float | None) -> RowBatch | None:
+        assert self._child is not None, "the feeder is used outside its `with` block"
+        if self._finished:
+            return None
+        try:
+            kind, payload = self._child.receive(timeout)
+        except queue.Empty:
+            self._look_after()
+            return None
+        if kind == "rows":
+            self._note(payload)
+            return payload
+        if kind == "finished":
+            self._finished = True
+            return None
+        if kind == "failed":
+            raise _rebuilt(*payload)
+        raise BatchgenError(self._child.last_words())
+
+    def _note(self, batch: RowBatch) -> None:
+        """Keep what is delivered, for a child that has to start in the middle."""
+        if batch.end is not None and not batch.cut_off:
+            self._task.done.setdefault(batch.file, {})[batch.shard] = batch.end
+        self._task = replace(self._task, resume=(batch.file, batch.first_row + batch.num_rows))
+        if batch.last_of_file:
+            self._task = replace(self._task, resume=(batch.file + 1, 0))
+
+    def _look_after(self) -> None:
+        """Replaces a child that hangs."""
+        assert self._child is not None
+        stuck = self._child.stuck_on(self._stuck_seconds)
+        if stuck is None:
+            return
+        file, first, last = stuck
+        self._child.close()
+        if first == last:
+            self._task = replace(self._task, hung=self._task.hung | {(file, first)})
+        else:
+            self._task = replace(self._task, careful=(file, last))
+        # what the dead child had sent and nobody has read comes again
+        self._child = _Child(self._task)
+
+
+class _Child:
+    """One child process and the thread that empties its pipe, so that the engine never waits for a transfer."""
+
+    def __init__(self, task: Task) -> None:
+        self._ready: queue.Queue[bytes | None] = queue.Queue(READY_BATCHES)
+        self._closing = False
+        self._state = State.create()
+        reader, writer = os.pipe()
+        self._pipe = Connection(reader, writable=False)
+        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
+        environment |= {"OMP_NUM_THREADS": "1"}
+        paths = [os.path.abspath(path) for path in sys.path]
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", BOOT, str(writer), str(self._state.descriptor), str(os.getpid()), *paths],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,  # ours is for results
+                env=environment,
+                pass_fds=(writer, self._state.descriptor),
+                start_new_session=True,  # a Ctrl+C in the terminal is for us alone
+            )
+        finally:
+            os.close(writer)
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:  # a dead child is seen by its pipe
+            pickle.dump(task, stdin)
+        self._watched = psutil.Process(self._process.pid)
+        self._progress = -1
+        self._busy_since = 0.0
+        self._looked = 0.0
+        self._thread = threading.Thread(target=self._empty_pipe, name="feeder-pipe", daemon=True)
+        self._thread.start()
+
+    def _empty_pipe(self) -> None:
+        try:
+            while not self._closing:
+                self._put(self._pipe.recv_bytes())
+        except (EOFError, OSError):
+            self._put(None)
+
+    def _put(self, message: bytes | None) -> None:
+        while not self._closing:
+            with contextlib.suppress(queue.Full):
+                self._ready.put(message, timeout=0.2)
+                return
+
+    def receive(self, timeout: float | None) -> tuple[str, Any]:
+        """The next message; raises queue.Empty where there is none."""
+        message = self._ready.get(timeout is not None, timeout)
+        return ("gone", None) if message is None else pickle.loads(message)
+
+    def stuck_on(self, seconds: float) -> tuple[int, int, int] | None:
+        """(file, first row, last row) that the child has worked on for too long. Its own processor time counts, so
+        that a stopped or starved machine is nobody's fault."""
+        now = time.monotonic()
+        if now - self._looked < 0.2:
+            return None
+        self._looked = now
+        progress, file, first, last = self._state.read()
+        try:
+            times = self._watched.cpu_times()
+        except psutil.Error:
+            return None
+        used = times.user + times.system
+        if progress != self._progress or first < 0:
+            self._progress, self._busy_since = progress, used
+            return None
+        return (file, first, last) if used - self._busy_since > seconds else None
+
+    def last_words(self) -> str:
+        """Why a child that said nothing is gone."""
+        code = self._process.wait()
+        if code == -signal.SIGKILL:
+            return (
+                "the feeder process was killed by signal 9: most likely the machine ran out of memory; "
+                "progress is saved, give the job more memory and run it again"
+            )
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return f"the feeder process {how} without a message; progress is saved, run the job again"
+
+    def close(self) -> None:
+        self._closing = True
+        self._process.kill()
+        self._process.wait()
+        self._thread.join()  # the dead child's pipe ends, and a full queue is given up
+        self._pipe.close()
+        self._state.close()
+
+
+class _ChildTraceback(Exception):
+    """The child's traceback as the cause of the error it died of."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def _rebuilt(name: str, message: str, reason: str | None, trace: str) -> BatchgenError:
+    kind = getattr(errors, name, BatchgenError)
+    error: BatchgenError = kind(message) if reason is None else kind(message, reason)
+    error.__cause__ = _ChildTraceback(trace)
+    return error
+
+
+__all__ = ["Feeder", "RowBatch", "carried_fields"]

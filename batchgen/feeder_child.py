@@ -1,0 +1,335 @@
+"""The feeder's child process: input rows in, batches of encoded prompts out through a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from batchgen import errors, templates
+from batchgen.carry import Carrier, InputFields
+from batchgen.errors import BatchgenError, InvalidRow
+from batchgen.io import sources
+from batchgen.io.files import InputFile
+from batchgen.prompts import Draft, Prompt, PromptBuilder
+from batchgen.spec import JobSpec
+from batchgen.tokenizer import Tokenizer
+from batchgen.types import RowError, ShardRange, TokenIds
+
+BIG_TEXT = 64 << 10  # longer prompts are encoded one by one, so that a slow one is known
+RENDER_MEMORY = 1 << 30  # bytes that rendering a chunk's rows may take on top
+NO_TOKENS: TokenIds = np.empty(0, np.int32)
+
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
+
+
+@dataclass(slots=True, eq=False)
+class RowBatch:
+    """Consecutive rows of one shard, ready for the engine. Row i's prompt is token_ids[offsets[i] : offsets[i + 1]].
+
+    A row in `errors` (its place in the batch, a row code, a message) has no tokens. `carried` has num_rows rows: the id
+    where the job names an id column, then the carried columns. `end` is set with a shard's last rows; `cut_off` says
+    that it is the job's limit that ends the shard, not the input.
+    """
+
+    file: int
+    shard: int
+    first_row: int
+    num_rows: int
+    token_ids: TokenIds  # (num_tokens,)
+    offsets: npt.NDArray[np.int64]  # (num_rows + 1,)
+    truncated: npt.NDArray[np.bool_]  # (num_rows,)
+    errors: list[tuple[int, str, str]]
+    carried: pa.RecordBatch
+    end: ShardRange | None
+    last_of_file: bool
+    has_id: bool = False
+    cut_off: bool = False
+
+    def noise_name(self, index: int) -> str:
+        """What the row's random draws are named after: its id, or its place where it has none."""
+        value = self.carried.column(0)[index].as_py() if self.has_id else None
+        return f"{self.file}:{self.first_row + index}" if value is None else str(value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Arrow pickles a slice with all that it is a slice of; its own stream format does not."""
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, self.carried.schema) as writer:
+            writer.write_batch(self.carried)
+        values = [getattr(self, name) for name in self.__slots__ if name != "carried"]
+        return _unpickled, (sink.getvalue().to_pybytes(), *values)
+
+
+def _unpickled(carried: bytes, *values: Any) -> RowBatch:
+    names = [name for name in RowBatch.__slots__ if name != "carried"]
+    batch = pa.ipc.open_stream(carried).read_next_batch()
+    return RowBatch(carried=batch, **dict(zip(names, values, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a child has to do.
+
+    Of the file `resume[0]` the rows before `resume[1]` are delivered already. Rows in `hung` are errors. Up to row
+    `careful[1]` of file `careful[0]` rows go one by one, because one of them hangs and it is not known which.
+    """
+
+    spec: JobSpec
+    files: tuple[InputFile, ...]
+    formats: tuple[str, ...]
+    model_path: str
+    max_model_len: int
+    fields: InputFields
+    done: dict[int, dict[int, ShardRange | None]]
+    limit: int | None
+    resume: tuple[int, int] = (-1, 0)
+    hung: frozenset[tuple[int, int]] = frozenset()
+    careful: tuple[int, int] = (-1, -1)
+
+
+class State:
+    """Shared memory in which the child says what it works on: a counter, the file, the first and the last row.
+
+    The first row is -1 while no row is being rendered or encoded: then the child reads, or waits for its pipe.
+    """
+
+    SIZE = 4 * 8
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._map = mmap.mmap(descriptor, self.SIZE)
+        self._numbers = np.frombuffer(self._map, np.int64)
+
+    @classmethod
+    def create(cls) -> State:
+        if hasattr(os, "memfd_create"):
+            descriptor = os.memfd_create("batchgen-feeder")
+        else:
+            with tempfile.TemporaryFile() as file:
+                descriptor = os.dup(file.fileno())
+        os.ftruncate(descriptor, cls.SIZE)
+        state = cls(descriptor)
+        state.write(0, -1, -1)
+        return state
+
+    def write(self, file: int, first: int, last: int) -> None:
+        self._numbers[1:] = (file, first, last)
+        self._numbers[0] += 1
+
+    def read(self) -> tuple[int, int, int, int]:
+        progress, file, first, last = self._numbers.tolist()
+        return progress, file, first, last
+
+    def close(self) -> None:
+        del self._numbers
+        self._map.close()
+        os.close(self.descriptor)
+
+
+def child_main(pipe: int, state: int, parent: int) -> None:
+    """The child process's whole life. The parent's signals to stop are not for it: it is stopped by its parent."""
+    _die_with(parent)
+    with contextlib.suppress(OSError):
+        os.nice(19)
+    task: Task = pickle.load(sys.stdin.buffer)
+    connection = Connection(pipe, readable=False)
+    try:
+        for batch in Worker(task, State(state)).run():
+            _send(connection, ("rows", batch))
+        _send(connection, ("finished", None))
+    except BrokenPipeError:  # the parent is gone
+        pass
+    except BaseException as error:
+        message = str(error)
+        if not isinstance(error, BatchgenError):
+            message = f"internal error in the feeder: {type(error).__name__}: {error}"
+        # the nearest class that the parent knows
+        names = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__]
+        name = names[0] if names else BatchgenError.__name__
+        _send(connection, ("failed", (name, message, getattr(error, "reason", None), traceback.format_exc())))
+    # no clean-up is needed, and a thread of some store's client must not keep the process
+    os._exit(0)
+
+
+def _die_with(parent: int) -> None:
+    """Where the system can: a parent that is killed takes its child along at once, not at the next full pipe."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(0)
+
+
+def _send(connection: Connection, message: tuple[str, Any]) -> None:
+    connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+
+
+@dataclass(slots=True)
+class Worker:
+    """Reads, renders and encodes."""
+
+    task: Task
+    state: State
+    builder: PromptBuilder = field(init=False)
+    carrier: Carrier = field(init=False)
+
+    def __post_init__(self) -> None:
+        spec = self.task.spec
+        tokenizer = Tokenizer.load(self.task.model_path, chat_template=spec.model.chat_template)
+        self.builder = PromptBuilder(spec.prompt, spec.sampling, tokenizer, self.task.max_model_len)
+        self.carrier = Carrier(self.task.fields)
+
+    def run(self) -> Iterator[RowBatch]:
+        task = self.task
+        left = task.limit
+        for file, kind in zip(task.files, task.formats, strict=True):
+            known = [shard for shard in task.done.get(file.number, {}).values() if shard is not None]
+            rows = max((shard.first_row + shard.num_rows for shard in known), default=0)
+            if file.number >= task.resume[0]:
+                for batch in self._file(file, kind, left):
+                    rows = max(rows, batch.first_row + batch.num_rows)
+                    yield batch
+            if left is not None:
+                left -= rows
+                if left <= 0:
+                    return
+
+    def _file(self, file: InputFile, kind: str, limit: int | None) -> Iterator[RowBatch]:
+        """The file's batches, of its first `limit` rows."""
+        task, spec = self.task, self.task.spec
+        delivered = task.resume[1] if file.number == task.resume[0] else 0
+        shard, shard_start = -1, 0
+        for chunk in sources.read_shards(
+            file,
+            kind,
+            columns=self._columns(file, kind),
+            shard_rows=None if spec.output.shard_rows == "auto" else spec.output.shard_rows,
+            done=task.done.get(file.number, {}),
+            storage_options=spec.input.storage_options,
+        ):
+            if not chunk.rows:
+                yield self._batch(file, chunk)
+                continue
+            first, end = chunk.rows[0].number, chunk.rows[-1].number + 1
+            if limit is not None and first >= limit:
+                return
+            if chunk.shard != shard:
+                shard, shard_start = chunk.shard, first
+            cut_off = limit is not None and (end > limit or (end == limit and chunk.end is None))
+            rows = slice(max(0, delivered - first), limit - first if limit is not None and cut_off else None)
+            part = _part(chunk, rows)
+            if limit is not None and cut_off:
+                part.end, part.last = ShardRange(file.number, shard, shard_start, limit - shard_start, 0, 0), False
+            if part.rows:
+                batch = self._batch(file, part)
+                batch.cut_off = cut_off
+                yield batch
+            if limit is not None and end >= limit:
+                return
+
+    def _columns(self, file: InputFile, kind: str) -> list[str] | None:
+        """The columns to read; None reads all, as a format without columns has to anyway."""
+        schema = sources.schema(file, kind, self.task.spec.input.storage_options)
+        if schema is None:
+            return None
+        return list(dict.fromkeys([*self.builder.columns(schema.names), *self.task.fields.names]))
+
+    def _batch(self, file: InputFile, chunk: sources.Chunk) -> RowBatch:
+        carried, wrong = self.carrier.take(chunk)
+        prompts = self._prompts(file, chunk.rows, wrong)
+        failed = [(i, p.code, p.message) for i, p in enumerate(prompts) if isinstance(p, InvalidRow)]
+        ids = [prompt.token_ids if isinstance(prompt, Prompt) else NO_TOKENS for prompt in prompts]
+        offsets = np.zeros(len(ids) + 1, np.int64)
+        np.cumsum([len(row) for row in ids], out=offsets[1:])
+        return RowBatch(
+            file=file.number,
+            shard=chunk.shard,
+            first_row=chunk.rows[0].number if chunk.rows else 0,
+            num_rows=len(chunk.rows),
+            token_ids=np.concatenate(ids) if ids else NO_TOKENS,
+            offsets=offsets,
+            truncated=np.array([isinstance(prompt, Prompt) and prompt.truncated for prompt in prompts], np.bool_),
+            errors=failed,
+            carried=carried,
+            end=chunk.end,
+            last_of_file=chunk.last,
+            has_id=self.task.fields.id is not None,
+        )
+
+    def _prompts(
+        self, file: InputFile, rows: Sequence[sources.Row], wrong: Mapping[int, str]
+    ) -> list[Prompt | InvalidRow]:
+        """Every row's prompt, or why it has none."""
+        task, state = self.task, self.state
+        results: dict[int, Prompt | InvalidRow] = {}
+        small: dict[int, Draft] = {}
+        with templates.memory_limit(RENDER_MEMORY):
+            for place, row in enumerate(rows):
+                state.write(file.number, row.number, row.number)
+                if row.error is not None or row.values is None:
+                    problem = row.error or RowError("invalid_row", "the row cannot be read")
+                    results[place] = InvalidRow(problem.code, problem.message)
+                elif place in wrong:
+                    results[place] = InvalidRow("invalid_row", wrong[place])
+                elif (file.number, row.number) in task.hung:
+                    message = "the prompt could not be made in reasonable time: rendering or encoding did not end"
+                    results[place] = InvalidRow("template_error", message)
+                else:
+                    draft = self._guarded(self.builder.draft, row.values)
+                    if isinstance(draft, InvalidRow):
+                        results[place] = draft
+                    else:
+                        small[place] = draft
+        alone = [place for place, draft in small.items() if self._goes_alone(file, rows[place], draft)]
+        for place in alone:
+            state.write(file.number, rows[place].number, rows[place].number)
+            results[place] = self._encoded([small.pop(place)])[0]
+        if small:
+            state.write(file.number, rows[min(small)].number, rows[max(small)].number)
+            results.update(zip(small, self._encoded(list(small.values())), strict=True))
+        state.write(file.number, -1, -1)
+        return [results[place] for place in range(len(rows))]
+
+    def _goes_alone(self, file: InputFile, row: sources.Row, draft: Draft) -> bool:
+        careful = self.task.careful
+        return len(draft.text) > BIG_TEXT or (file.number == careful[0] and row.number <= careful[1])
+
+    def _encoded(self, drafts: list[Draft]) -> list[Prompt | InvalidRow]:
+        results = self._guarded(self.builder.encode, drafts)
+        if isinstance(results, InvalidRow):  # a bug or a panic over one of them; only that one is to fail
+            return [results] if len(drafts) == 1 else [self._encoded([draft])[0] for draft in drafts]
+        return results
+
+    @staticmethod
+    def _guarded(call: Callable[[_In], _Out], argument: _In) -> _Out | InvalidRow:
+        """What goes wrong with a row is the row's error, even where it is our bug."""
+        try:
+            return call(argument)
+        except InvalidRow as error:
+            return error
+        except (BatchgenError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic in the tokenizers library is no Exception
+            return InvalidRow("internal", f"{type(error).__name__}: {error}")
+
+
+def _part(chunk: sources.Chunk, rows: slice) -> sources.Chunk:
+    """Some of a chunk's rows."""
+    start, stop, _ = rows.indices(len(chunk.rows))
+    batch = None if chunk.batch is None else chunk.batch.slice(start, max(0, stop - start))
+    return sources.Chunk(chunk.shard, chunk.rows[rows], chunk.end, chunk.last, batch)

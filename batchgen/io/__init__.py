@@ -1,0 +1,1 @@
+"""Files, sources and sinks."""

@@ -1,0 +1,321 @@
+"""Result rows: their schema, and whole parts (Parquet or JSONL) built from one shard's results."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchgen.errors import ConfigError, StorageError
+from batchgen.runfolder import Counters, PartProof, proof_from_metadata
+from batchgen.types import Completion, ShardRange
+
+ERROR_TYPE = pa.struct([pa.field("code", pa.string()), pa.field("message", pa.string())])
+RESULT_FIELDS = (
+    pa.field("sample", pa.int32(), nullable=False),
+    pa.field("text", pa.string()),
+    pa.field("finish_reason", pa.string(), nullable=False),
+    pa.field("stop_reason", pa.string()),
+    pa.field("prompt_tokens", pa.int32(), nullable=False),
+    pa.field("output_tokens", pa.int32(), nullable=False),
+    pa.field("truncated", pa.bool_(), nullable=False),
+    pa.field("error", ERROR_TYPE),
+)
+TOKEN_IDS_FIELD = pa.field("token_ids", pa.list_(pa.int32()))
+
+_PREFIX = "batchgen."
+_BLOCK_BYTES = 64 << 20  # Arrow data built at a time; also a Parquet row group's
+_TAIL_BYTES = 32 << 10  # a part's footer is a few kilobytes
+_NO_CHECKSUM = "?" * 64
+
+
+def result_schema(*, id_field: pa.Field | None, carried: Sequence[pa.Field], token_ids: bool) -> pa.Schema:
+    """The columns of a result row: id, the carried input columns, then what the model made of the row.
+
+    A carried column whose name a result column has becomes `input_<name>`.
+    """
+    own = [*RESULT_FIELDS, TOKEN_IDS_FIELD] if token_ids else [*RESULT_FIELDS]
+    taken = {"id"} | {field.name for field in own}
+    names: dict[str, str] = {}  # the name in the result: the name in the input
+    for field in carried:
+        if not field.name:
+            raise ConfigError(
+                "output.columns: a column without a name cannot be carried over; name the columns you want"
+            )
+        name = f"input_{field.name}" if field.name in taken else field.name
+        if name in names:
+            other = names[name]
+            raise ConfigError(
+                f"output.columns: '{field.name}' is listed twice"
+                if other == field.name
+                else f"output.columns: '{other}' and '{field.name}' would both become the result column '{name}'; "
+                "leave one of them out or rename it in the input"
+            )
+        names[name] = field.name
+    first = pa.field("id", pa.string() if id_field is None else id_field.type)
+    return pa.schema([first, *(pa.field(name, field.type) for name, field in zip(names, carried, strict=True)), *own])
+
+
+@dataclass(slots=True)
+class ShardResults:
+    """All results of one shard, in input order.
+
+    `inputs` are the rows' id (where the job names an id column) and carried columns, batch by batch, `num_rows` rows
+    in all; nothing, or batches without columns, where there are none. `completions` and `texts` hold `samples`
+    entries a row, row by row. The text of a failed one is not kept.
+    """
+
+    shard: ShardRange
+    samples: int
+    inputs: Sequence[pa.RecordBatch]
+    completions: Sequence[Completion]
+    texts: Sequence[str]
+    truncated: npt.NDArray[np.bool_]  # (num_rows,)
+
+    def counters(self) -> Counters:
+        errors = [completion.error for completion in self.completions]
+        return Counters(
+            rows=self.shard.num_rows,
+            rows_failed=len({c.key.row for c in self.completions if c.error is not None}),
+            results=len(self.completions),
+            truncated=int(np.count_nonzero(self.truncated)),
+            prompt_tokens=sum(c.prompt_tokens for c in self.completions if c.sample == 0),
+            output_tokens=sum(len(c.token_ids) for c in self.completions),
+            failed=Counter(error.code for error in errors if error is not None),
+            finish_reasons=Counter(c.finish_reason for c in self.completions),
+        )
+
+
+def build_part(part_format: str, schema: pa.Schema, results: ShardResults, metadata: Mapping[str, str]) -> bytes:
+    """One part, whole. A Parquet part carries `metadata` in its footer; a JSONL part has no place for it."""
+    _check_order(results)
+    if part_format == "parquet":
+        return _build_parquet(schema, results, metadata)
+    assert part_format == "jsonl", part_format
+    return _build_jsonl(schema, results)
+
+
+def _check_order(results: ShardResults) -> None:
+    """Rows in the wrong place would be wrong answers that nobody notices."""
+    shard, samples = results.shard, results.samples
+    keys = [(c.key.file, c.key.row, c.sample) for c in results.completions]
+    rows = range(shard.first_row, shard.first_row + shard.num_rows)
+    assert keys == [(shard.file, row, sample) for row in rows for sample in range(samples)], "results out of order"
+    assert len(results.texts) == len(keys) and len(results.truncated) == shard.num_rows
+    assert not _has_inputs(results) or sum(batch.num_rows for batch in results.inputs) == shard.num_rows
+
+
+def _has_inputs(results: ShardResults) -> bool:
+    """Whether anything of the input is carried over: a batch without columns need not know its number of rows."""
+    return any(batch.num_columns for batch in results.inputs)
+
+
+# -- columns -----------------------------------------------------------------------------------------------------------
+
+
+def _blocks(results: ShardResults) -> list[range]:
+    """Row ranges whose Arrow data stays small: with many samples of long rows a shard can pass Arrow's 2 GiB."""
+    num_rows, samples = results.shard.num_rows, results.samples
+    carried = sum(batch.nbytes for batch in results.inputs) * samples
+    made = sum(map(len, results.texts)) * 4 + sum(len(c.token_ids) for c in results.completions) * 4
+    step = max(1, num_rows * _BLOCK_BYTES // max(carried + made, 1))
+    return [range(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
+
+
+def _input_columns(schema: pa.Schema, results: ShardResults, rows: range) -> list[pa.ChunkedArray | pa.Array]:
+    """The id and the carried columns of these rows, each row repeated for its samples."""
+    count = len(schema) - len(RESULT_FIELDS) - (TOKEN_IDS_FIELD.name in schema.names)
+    columns: list[pa.ChunkedArray | pa.Array] = []
+    repeat = pa.array(np.repeat(np.arange(len(rows)), results.samples))
+    if _has_inputs(results):
+        table = pa.Table.from_batches(results.inputs).slice(rows.start, len(rows))
+        columns = [column if results.samples == 1 else column.take(repeat) for column in table.columns]
+    if len(columns) < count:  # no id column: a row is named by where it stands
+        shard = results.shard
+        numbers = range(shard.first_row + rows.start, shard.first_row + rows.stop)
+        ids = pa.array([f"{shard.file}:{number}" for number in numbers for _ in range(results.samples)], pa.string())
+        columns.insert(0, ids)
+    assert len(columns) == count, (len(columns), schema.names)
+    return columns
+
+
+def _table(schema: pa.Schema, results: ShardResults, rows: range) -> pa.Table:
+    """The result rows of these input rows."""
+    part = slice(rows.start * results.samples, rows.stop * results.samples)
+    completions = results.completions[part]
+    texts = [
+        text if completion.error is None else None
+        for text, completion in zip(results.texts[part], completions, strict=True)
+    ]
+    errors = [c.error and {"code": c.error.code, "message": utf8(c.error.message)} for c in completions]
+    made: dict[str, Any] = {
+        "sample": [c.sample for c in completions],
+        "text": texts,
+        "finish_reason": [c.finish_reason for c in completions],
+        "stop_reason": [None if c.stop_reason is None else str(c.stop_reason) for c in completions],
+        "prompt_tokens": [c.prompt_tokens for c in completions],
+        "output_tokens": [len(c.token_ids) for c in completions],
+        "truncated": np.repeat(results.truncated[rows.start : rows.stop], results.samples),
+        "error": errors,
+    }
+    arrays = [pa.array(made[field.name], field.type) for field in RESULT_FIELDS]
+    if TOKEN_IDS_FIELD.name in schema.names:
+        arrays.append(token_lists([c.token_ids for c in completions]))
+    return pa.Table.from_arrays([*_input_columns(schema, results, rows), *arrays], schema=schema)
+
+
+def token_lists(ids: Sequence[npt.NDArray[np.int32]]) -> pa.ListArray:
+    """Token ids as one list<int32> column, without a Python object for each token."""
+    offsets = np.zeros(len(ids) + 1, np.int32)
+    np.cumsum([len(one) for one in ids], out=offsets[1:])
+    values = np.concatenate([np.empty(0, np.int32), *ids]).astype(np.int32, copy=False)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+
+
+def utf8(text: str) -> str:
+    """Text that can be written: an error message may quote half a surrogate pair out of a bad row."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+# -- Parquet -----------------------------------------------------------------------------------------------------------
+
+
+def _build_parquet(schema: pa.Schema, results: ShardResults, metadata: Mapping[str, str]) -> bytes:
+    sink = io.BytesIO()
+    with pq.ParquetWriter(sink, schema, compression="zstd") as writer:
+        for rows in _blocks(results):
+            writer.write_table(_table(schema, results, rows), row_group_size=max(1, len(rows) * results.samples))
+        # The checksum's place is filled in when the data is complete: what a writer holds back differs by release.
+        footer = {**metadata, "checksum": _NO_CHECKSUM}
+        writer.add_key_value_metadata({f"{_PREFIX}{key}": value for key, value in footer.items()})
+    part = sink.getbuffer()
+    start = len(part) - 8 - _footer_bytes(part)
+    place = bytes(part[start:]).index(_NO_CHECKSUM.encode()) + start
+    part[place : place + len(_NO_CHECKSUM)] = hashlib.sha256(part[:start]).hexdigest().encode()
+    return bytes(part)
+
+
+def _footer_bytes(tail: bytes | memoryview) -> int:
+    return int.from_bytes(tail[-8:-4], "little")
+
+
+def read_proof(file: BinaryIO, name: str) -> PartProof:
+    """The proof in a Parquet part's footer; reads the end of the file only. StorageError where it is none."""
+    size = file.seek(0, io.SEEK_END)
+    tail = _tail(file, size, _TAIL_BYTES)
+    if len(tail) < 12 or tail[-4:] != b"PAR1":
+        raise _corrupt(name, "it does not end as a Parquet file does")
+    if _footer_bytes(tail) + 8 > len(tail):
+        tail = _tail(file, size, _footer_bytes(tail) + 8)
+    try:
+        footer = pq.read_metadata(pa.BufferReader(tail))
+        pairs = {key.decode(): value.decode() for key, value in (footer.metadata or {}).items()}
+        own = {key.removeprefix(_PREFIX): value for key, value in pairs.items() if key.startswith(_PREFIX)}
+        proof = proof_from_metadata(own, size)
+    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
+        raise _corrupt(name, f"its footer is damaged or not of this program ({_first_line(error)})") from error
+    if footer.num_rows != proof.counters.results:
+        raise _corrupt(name, f"it has {footer.num_rows} rows and says it has {proof.counters.results}")
+    return proof
+
+
+def _tail(file: BinaryIO, size: int, count: int) -> bytes:
+    file.seek(max(0, size - count))
+    return file.read()
+
+
+def verify_parquet(data: bytes, name: str) -> PartProof:
+    """The proof of a whole Parquet part, its checksum compared with its data."""
+    proof = read_proof(io.BytesIO(data), name)
+    if hashlib.sha256(memoryview(data)[: len(data) - 8 - _footer_bytes(data)]).hexdigest() != proof.checksum:
+        raise _corrupt(name, "its data does not fit its checksum")
+    return proof
+
+
+def _corrupt(name: str, what: str) -> StorageError:
+    return StorageError(
+        f"{name}: this part is corrupt: {what}. Nothing is written over it: put a good copy in its place, or delete "
+        "it and run again, and its rows are computed anew"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+# -- JSONL -------------------------------------------------------------------------------------------------------------
+
+
+def _build_jsonl(schema: pa.Schema, results: ShardResults) -> bytes:
+    lines, options = io.BytesIO(), orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
+    for rows in _blocks(results):
+        table = _table(schema, results, rows)
+        columns = []
+        for column in table.columns:
+            plain = _plain_type(column.type)
+            columns.append((column if plain == column.type else column.cast(plain)).to_pylist())
+        for values in zip(*columns, strict=True):
+            row = dict(zip(schema.names, values, strict=True))
+            lines.write(orjson.dumps(row, default=_json_value, option=options))
+    return lines.getvalue()
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    """The type a column is written to JSON as: what JSON has no form for becomes text, at any depth."""
+    types = pa.types
+    if (types.is_temporal(kind) and not types.is_interval(kind)) or types.is_decimal(kind):
+        return pa.string()
+    if types.is_dictionary(kind):
+        return _plain_type(kind.value_type)
+    if types.is_struct(kind):
+        return pa.struct([field.with_type(_plain_type(field.type)) for field in kind])
+    if types.is_map(kind):
+        return pa.map_(_plain_type(kind.key_type), _plain_type(kind.item_type))
+    nested: tuple[tuple[Callable[[pa.DataType], bool], Callable[[pa.DataType], pa.DataType]], ...] = (
+        (types.is_large_list, pa.large_list),
+        (types.is_list, pa.list_),
+    )
+    for test, make in nested:
+        if test(kind):
+            return make(_plain_type(kind.value_type))
+    return kind
+
+
+def _json_value(value: Any) -> str:
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    return str(value)
+
+
+def count_jsonl(data: bytes, name: str, shard: ShardRange) -> Counters:
+    """What a JSONL part holds, counted from its lines: for a part whose proof was never written."""
+    counters, failed_rows, row = Counters(rows=shard.num_rows), set(), -1
+    try:
+        for line in data.splitlines():
+            result = orjson.loads(line)
+            row += result["sample"] == 0
+            counters.results += 1
+            counters.finish_reasons[result["finish_reason"]] += 1
+            counters.output_tokens += result["output_tokens"]
+            if result["sample"] == 0:
+                counters.prompt_tokens += result["prompt_tokens"]
+                counters.truncated += result["truncated"]
+            if result["error"] is not None:
+                counters.failed[result["error"]["code"]] += 1
+                failed_rows.add(row)
+    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        raise _corrupt(name, f"line {counters.results + 1} is not a result ({_first_line(error)})") from error
+    if row + 1 != shard.num_rows or (data and not data.endswith(b"\n")):
+        raise _corrupt(name, f"it holds {row + 1} rows where the input has {shard.num_rows}")
+    counters.rows_failed = len(failed_rows)
+    return counters

@@ -1,0 +1,221 @@
+"""The run folder's layout: names of its files, safe reading and creating of its records, what proves a part."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import orjson
+
+from batchgen.errors import StorageError
+from batchgen.io.files import ObjectMissing, Store
+from batchgen.types import ShardRange
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+STATE = "_batchgen/"
+JOB = "_batchgen/job.json"
+INPUTS = "_batchgen/inputs/000001.json"
+PROOFS = "_batchgen/proofs/"
+INDEX = "_batchgen/index/"
+SUCCESS = "_SUCCESS"
+PART_FORMATS = ("parquet", "jsonl")
+
+_PART = re.compile(r"part-(\d{5,})-(\d{5,})\.(\w+)")
+
+
+def part_name(file: int, shard: int, part_format: str) -> str:
+    return f"part-{file:05d}-{shard:05d}.{part_format}"
+
+
+def parse_part(name: str, part_format: str) -> tuple[int, int] | None:
+    """(file, shard) of a part's name; None for any other file."""
+    match = _PART.fullmatch(name)
+    if match is None or match[3] != part_format:
+        return None
+    file, shard = int(match[1]), int(match[2])
+    return (file, shard) if part_name(file, shard, part_format) == name else None
+
+
+def index_name(file: int) -> str:
+    return f"{INDEX}{file:05d}.json"
+
+
+def proof_name(part: str) -> str:
+    return f"{PROOFS}{part}.json"
+
+
+def epoch_folder(slot: int) -> str:
+    return f"_batchgen/epoch/{slot}/"
+
+
+def epoch_name(slot: int, epoch: int) -> str:
+    return f"{epoch_folder(slot)}{epoch:06d}.json"
+
+
+def lease_name(slot: int) -> str:
+    return f"_batchgen/lease/{slot}.json"
+
+
+def piece_folder(slot: int) -> str:
+    return f"_batchgen/pieces/{slot}/"
+
+
+def piece_name(slot: int, epoch: int, number: int) -> str:
+    return f"{piece_folder(slot)}{epoch:06d}-{number:06d}.arrow"
+
+
+# -- records -----------------------------------------------------------------------------------------------------------
+
+
+def encode(record: dict[str, Any]) -> bytes:
+    """A record as JSON: the same bytes for equal content."""
+    return orjson.dumps(record, option=orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+
+
+def decode(data: bytes) -> dict[str, Any] | None:
+    """The record in `data`; None where it is torn or not a record at all."""
+    try:
+        record = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def read_record(store: Store, name: str) -> dict[str, Any] | None:
+    """The record called `name`; None where it is missing, or damaged (which a warning says)."""
+    try:
+        record = decode(store.read(name))
+    except ObjectMissing:
+        return None
+    if record is None:
+        logger.warning("%s in the run folder is damaged (not valid JSON); going on without it", name)
+    return record
+
+
+def put_new(store: Store, name: str, data: bytes) -> bool:
+    """Create `name`; False where it holds something else already.
+
+    A store that fails may have written all the same, and a retry inside the store may find its own first try: what
+    stands there is read back and compared before anything is decided.
+    """
+    try:
+        if store.create(name, data):
+            return True
+    except StorageError:
+        if not _holds(store, name, data):
+            raise
+        return True
+    return store.read(name) == data
+
+
+def _holds(store: Store, name: str, data: bytes) -> bool:
+    try:
+        return store.read(name) == data
+    except StorageError:
+        return False
+
+
+def put_record(store: Store, name: str, record: dict[str, Any]) -> dict[str, Any]:
+    """Create a record once. Returns what stands there after: `record`, or the one that was there before it.
+
+    A damaged one is replaced.
+    """
+    data = encode(record)
+    if put_new(store, name, data):
+        return record
+    standing = read_record(store, name)
+    if standing is None:
+        store.replace(name, data)
+        return record
+    return standing
+
+
+# -- what proves a part ------------------------------------------------------------------------------------------------
+
+
+_BY_NAME = ("failed", "finish_reasons")  # the fields of Counters that are tables
+
+
+@dataclass(slots=True)
+class Counters:
+    """What result rows hold: input rows, result rows, failures by code and ends by reason (result rows), tokens.
+
+    A row's prompt tokens count once, whatever its number of samples.
+    """
+
+    rows: int = 0
+    rows_failed: int = 0  # input rows with at least one failed sample
+    results: int = 0
+    truncated: int = 0  # input rows
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    finish_reasons: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: Counters) -> None:
+        self.rows += other.rows
+        self.rows_failed += other.rows_failed
+        self.results += other.results
+        self.truncated += other.truncated
+        self.prompt_tokens += other.prompt_tokens
+        self.output_tokens += other.output_tokens
+        self.failed.update(other.failed)
+        self.finish_reasons.update(other.finish_reasons)
+
+    def to_json(self) -> dict[str, Any]:
+        counts = {name: getattr(self, name) for name in self.__slots__ if name not in _BY_NAME}
+        return counts | {name: dict(getattr(self, name)) for name in _BY_NAME}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Counters:
+        values: dict[str, Any] = {name: int(data[name]) for name in cls.__slots__ if name not in _BY_NAME}
+        return cls(**values | {name: Counter(data[name]) for name in _BY_NAME})
+
+
+@dataclass(frozen=True, slots=True)
+class PartProof:
+    """What a part says of itself: the run and start that made it, its rows, what they hold, a checksum of its data.
+
+    A Parquet part carries it in its footer, a JSONL part in a record beside it.
+    """
+
+    fingerprint: str
+    epoch: int
+    shard: ShardRange
+    counters: Counters
+    checksum: str  # sha256 hex of the data: a Parquet file up to its footer, a JSONL file whole
+    size: int  # bytes of the whole part
+
+    def to_json(self) -> dict[str, Any]:
+        shard = asdict(self.shard)
+        counters = self.counters.to_json()
+        own = {"version": FORMAT_VERSION, "fingerprint": self.fingerprint, "epoch": self.epoch, "counters": counters}
+        return own | shard | {"checksum": self.checksum, "size": self.size}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> PartProof:
+        """Raises KeyError, TypeError or ValueError where `data` is no proof."""
+        shard = ShardRange(**{name: int(data[name]) for name in ShardRange.__slots__})
+        counters = Counters.from_json(data["counters"])
+        checksum = str(data["checksum"])
+        return cls(str(data["fingerprint"]), int(data["epoch"]), shard, counters, checksum, int(data["size"]))
+
+
+def metadata_of(fingerprint: str, epoch: int, shard: ShardRange, counters: Counters) -> dict[str, str]:
+    """The proof of a part about to be built, as key-value metadata; the builder adds the checksum."""
+    proof = PartProof(fingerprint, epoch, shard, counters, "", 0).to_json()
+    del proof["checksum"], proof["size"]
+    return {key: value if isinstance(value, str) else orjson.dumps(value).decode() for key, value in proof.items()}
+
+
+def proof_from_metadata(metadata: dict[str, str], size: int) -> PartProof:
+    """Raises KeyError, TypeError or ValueError where `metadata` is no proof."""
+    data = {
+        key: value if key in {"fingerprint", "checksum"} else orjson.loads(value) for key, value in metadata.items()
+    }
+    return PartProof.from_json(data | {"size": size})

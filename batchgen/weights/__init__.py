@@ -1,0 +1,159 @@
+"""Finds a model's files and opens them as one Checkpoint, whatever format they are in. Imports no torch by itself."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import stat
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+
+from batchgen.errors import ModelError, PermissionDenied, StorageError
+
+if TYPE_CHECKING:
+    import torch
+
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+HUB_SKIPPED = ["*/*", "consolidated*"]  # other copies of the same weights, which no index names
+SAMPLE_BYTES = 4096
+
+
+class Checkpoint(Protocol):
+    """A model's stored form, read lazily. `config` holds config.json's keys, its "dtype" what the tensors truly are."""
+
+    path: Path
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    names: tuple[str, ...]
+
+    def stream(
+        self, names: Collection[str] | None = None, *, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, tensor) in file order, one tensor in memory at a time, of `names` (None: all).
+
+        Tensors come in `dtype`; None is the stored one, float32 for quantised tensors. They may be views of the
+        file, valid until the next is asked for: copy what is to be kept.
+        """
+        ...
+
+    def fingerprint(self) -> str:
+        """SHA-256 in hex of configuration, headers and sampled bytes of every tensor; the folder's name is not in."""
+        ...
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open what `resolve` returned: a folder with config.json and safetensors, or a .gguf file."""
+    path = Path(path)
+    if path.is_dir():
+        from batchgen.weights.safetensors import SafetensorsCheckpoint
+
+        return SafetensorsCheckpoint(path)
+    from batchgen.weights.gguf import GgufCheckpoint
+
+    return GgufCheckpoint(path)
+
+
+def resolve(path: str, revision: str | None = None) -> Path:
+    """Turn `model.path` into a local folder or .gguf file; a hub name is downloaded, or found in the hub's cache."""
+    if path.startswith("package:"):
+        return _in_package(path)
+    if "://" in path:
+        raise ModelError(
+            f"model path {path!r}: loading a model from a {path.split('://', 1)[0]}:// URL is not supported yet; "
+            "copy it to a local folder and name that"
+        )
+    local = Path(path).expanduser()
+    if local.exists():
+        return _model_file_or_folder(local, path)
+    if HUB_NAME.fullmatch(path) and local.suffix != ".gguf":
+        return _from_hub(path, revision)
+    raise ModelError(
+        f"model path {path!r} does not exist (looked at {local.absolute()}); expected a folder with config.json and "
+        "safetensors files, a .gguf file, a hub name like org/name, or package:some_package/file.gguf"
+    )
+
+
+def _model_file_or_folder(local: Path, path: str) -> Path:
+    if local.is_dir() or local.suffix == ".gguf":
+        return local.absolute()
+    raise ModelError(f"model path {path!r} is a file that is not GGUF; expected a model folder or a .gguf file")
+
+
+def _in_package(path: str) -> Path:
+    package, _, rest = path.removeprefix("package:").partition("/")
+    parts = Path(rest).parts
+    if not package.isidentifier() or not parts or ".." in parts or Path(rest).is_absolute():
+        raise ModelError(f"model path {path!r}: expected package:some_package/file.gguf")
+    spec = importlib.util.find_spec(package)  # of a top-level name: finds without importing
+    if spec is None or not spec.submodule_search_locations:
+        raise ModelError(
+            f"model path {path!r}: no Python package {package!r} is installed for {sys.executable}; install it there"
+        )
+    folders = list(spec.submodule_search_locations)
+    for folder in folders:
+        found = Path(folder, *parts)
+        if found.exists():
+            return _model_file_or_folder(found, path)
+    raise ModelError(f"model path {path!r}: {rest!r} is not in the installed package (looked in {', '.join(folders)})")
+
+
+def _from_hub(name: str, revision: str | None) -> Path:
+    try:
+        from huggingface_hub import errors, snapshot_download
+    except ImportError as error:
+        raise ModelError(
+            f"model path {name!r} is no local folder or file; to download it from the Hugging Face hub, "
+            "pip install 'batchgen[hub]'"
+        ) from error
+    try:
+        found = snapshot_download(name, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=HUB_SKIPPED)
+    except errors.GatedRepoError as error:
+        raise PermissionDenied(
+            f"model {name!r} on the Hugging Face hub is gated: accept its terms there and set HF_TOKEN"
+        ) from error
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
+        what = f" at revision {revision!r}" if revision else ""
+        raise ModelError(
+            f"model path {name!r}{what} is neither a local folder or file nor found on the Hugging Face hub "
+            "(private models need HF_TOKEN)"
+        ) from error
+    except (OSError, errors.HfHubHTTPError) as error:
+        raise StorageError(f"model {name!r} could not be downloaded from the Hugging Face hub: {error}") from error
+    return Path(found)
+
+
+def regular_file(path: Path, missing: str) -> Path:
+    """`path`, if it is a regular file (or a link to one: the hub's cache is made of links); never opens it."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        raise ModelError(missing) from error
+    if not stat.S_ISREG(mode):
+        raise ModelError(f"{path} is not a regular file; a model's files must be")
+    return path
+
+
+def read_json(path: Path, missing: str) -> dict[str, Any]:
+    try:
+        found = json.loads(regular_file(path, missing).read_bytes())
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON ({error}); incomplete download?") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} holds a {type(found).__name__}, expected a JSON object")
+    return found
+
+
+def add_samples(digest: hashlib._Hash, file: BinaryIO, spans: Iterable[tuple[int, int]]) -> None:
+    """Hash the first, middle and last 4 KiB of each (start, end) span of an open file."""
+    for start, end in spans:
+        middle = (start + end - SAMPLE_BYTES) // 2
+        for wanted in (start, middle, end - SAMPLE_BYTES):
+            at = max(start, wanted)
+            file.seek(at)
+            digest.update(file.read(min(SAMPLE_BYTES, end - at)))

@@ -1,0 +1,336 @@
+"""The native CPU ops: finds the library that was built from ops.cpp, checks tensors, passes pointers.
+
+`Ops` has the functions of `batchgen_kernels.reference` as methods.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from batchgen_kernels import reference
+
+ISAS = ("portable", "avx2", "avx512", "avx512_bf16")  # by level
+MAX_HEAD_DIM = 256
+_INTERFACE = 1  # bg_interface() of the ops.cpp that belongs to this file
+_QUERY_ROWS = 48  # of one item: MAX_ROWS there
+_KEY_TILE = 128
+_REGISTER_ROWS = 6
+_FLAGS = {torch.float32: 0, torch.bfloat16: 1}
+_SIGNATURES = {  # i int, l long, f float, p pointer
+    "bg_attention": "iiipllpppl" + "ppp" + "liiii" + "ffi" + "ll",
+    "bg_rope_and_write": "iii" + "pll" * 3 + "ppplp" + "iiiiii",
+    "bg_rms_norm": "iiipllppl" + "pliif",
+    "bg_gate": "iiiiplpli",
+    "bg_gumbel": "iippppli",
+}
+_TYPES = {"i": ctypes.c_int, "l": ctypes.c_long, "f": ctypes.c_float, "p": ctypes.c_void_p}
+
+
+def load() -> Ops | None:
+    """The ops at the best instruction set of this machine; None where no usable library was built."""
+    path = Path(__file__).with_name("_ops.abi3.so")
+    if not path.exists():
+        return None
+    try:
+        library = _open(path)
+    except OSError as error:
+        logging.getLogger("batchgen_kernels").warning("%s does not load (%s): reinstall to build it again", path, error)
+        return None
+    if library.bg_interface() != _INTERFACE:
+        logging.getLogger("batchgen_kernels").warning("%s is of another version: reinstall to build it again", path)
+        return None
+    return Ops(library, library.bg_best_level())
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    """The library, bound to the OpenMP runtime that torch has loaded.
+
+    It names no runtime itself: torch's own copy, whatever its file is called, is visible to all because torch opens
+    it globally. A system's libgomp is taken only where torch brought none.
+    """
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError:
+        ctypes.CDLL("libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
+        library = ctypes.CDLL(str(path))
+    for name, signature in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes = [_TYPES[kind] for kind in signature]
+        function.restype = None
+    return library
+
+
+def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """The tensor is on the CPU and has this dtype and shape, its last dimension contiguous."""
+    if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_cpu:
+        raise ValueError(
+            f"{name}: expected {dtype} {shape} on the CPU, got {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+        )
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        raise ValueError(f"{name}: expected a contiguous last dimension, got strides {tensor.stride()}")
+
+
+def _check_contiguous(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    _check(name, tensor, dtype, shape)
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
+
+
+def _flag(name: str, tensor: torch.Tensor) -> int:
+    flag = _FLAGS.get(tensor.dtype)
+    if flag is None:
+        raise ValueError(f"{name}: expected float32 or bfloat16, got {tensor.dtype}")
+    return flag
+
+
+class Ops:
+    """One loaded library at one instruction set. What each op computes is said at its twin in `reference`."""
+
+    def __init__(self, library: ctypes.CDLL, level: int) -> None:
+        self._library = library
+        self._level = level
+
+    @property
+    def isa(self) -> str:
+        return ISAS[self._level]
+
+    def with_isa(self, isa: str) -> Ops:
+        """The same ops held to an instruction set, at most the machine's own."""
+        usable = ISAS[: self._library.bg_best_level() + 1]
+        if isa not in usable:
+            raise ValueError(f"instruction set {isa!r}: this machine has {', '.join(usable)}")
+        return Ops(self._library, ISAS.index(isa))
+
+    def pool_shape(self, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int) -> tuple[int, int, int]:
+        if head_dim % 2 or not 0 < head_dim <= MAX_HEAD_DIM:
+            raise ValueError(f"head_dim {head_dim}: expected an even number up to {MAX_HEAD_DIM}")
+        if block_size % 16 or block_size <= 0:
+            raise ValueError(f"block_size {block_size}: expected a multiple of 16")
+        return reference.pool_shape(num_blocks, num_kv_heads, head_dim, block_size)
+
+    def rope_and_write(
+        self,
+        query: torch.Tensor,  # (num_tokens, num_heads, head_dim), rotated in place
+        key: torch.Tensor,  # (num_tokens, num_kv_heads, head_dim), rotated in place
+        value: torch.Tensor,  # (num_tokens, num_kv_heads, head_dim)
+        cos: torch.Tensor,  # (num_tokens, rotary_dim / 2) float32
+        sin: torch.Tensor,  # (num_tokens, rotary_dim / 2) float32
+        slot_mapping: torch.Tensor,  # (num_tokens,) int64; -1 writes nothing
+        pool: torch.Tensor,
+        *,
+        block_size: int,
+        interleaved: bool = False,
+    ) -> None:
+        bf16, dtype = _flag("query", query), query.dtype
+        num_tokens, num_heads, head_dim = query.shape
+        num_blocks, num_kv_heads, _ = pool.shape
+        half = cos.shape[1]
+        _check("query", query, dtype, (num_tokens, num_heads, head_dim))
+        _check("key", key, dtype, (num_tokens, num_kv_heads, head_dim))
+        _check("value", value, dtype, (num_tokens, num_kv_heads, head_dim))
+        _check_contiguous("cos", cos, torch.float32, (num_tokens, half))
+        _check_contiguous("sin", sin, torch.float32, (num_tokens, half))
+        _check_contiguous("slot_mapping", slot_mapping, torch.int64, (num_tokens,))
+        _check_contiguous("pool", pool, dtype, self.pool_shape(num_blocks, num_kv_heads, head_dim, block_size))
+        if 2 * half > head_dim:
+            raise ValueError(f"cos: expected at most {head_dim // 2} columns for head_dim {head_dim}, got {half}")
+        self._library.bg_rope_and_write(
+            self._level,
+            torch.get_num_threads(),
+            bf16,
+            query.data_ptr(),
+            query.stride(0),
+            query.stride(1),
+            key.data_ptr(),
+            key.stride(0),
+            key.stride(1),
+            value.data_ptr(),
+            value.stride(0),
+            value.stride(1),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            slot_mapping.data_ptr(),
+            num_tokens,
+            pool.data_ptr(),
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            2 * half,
+            block_size,
+            interleaved,
+        )
+
+    def attention_items(
+        self,
+        query_starts: torch.Tensor,  # (num_seqs + 1,) int32
+        context_lens: torch.Tensor,  # (num_seqs,) int32
+        num_heads: int,
+        num_kv_heads: int,
+        window: int | None = None,
+    ) -> torch.Tensor:
+        """(num_items, 4) int32 as the twin's, cut into tiles of rows and sorted by cost, the dearest first."""
+        starts, context = query_starts.numpy(), context_lens.numpy()
+        group = num_heads // num_kv_heads
+        lengths = np.diff(starts)
+        rows = lengths * group
+        tiles = -(-rows // _QUERY_ROWS)
+        # Even tiles of whole register tiles, rather than full ones and a small rest.
+        height = -(-rows // (np.maximum(tiles, 1) * _REGISTER_ROWS)) * _REGISTER_ROWS
+        sequence = np.repeat(np.arange(len(rows)), tiles)
+        index = np.arange(len(sequence)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+        first = index * height[sequence]
+        count = np.minimum(height[sequence], rows[sequence] - first)
+        sequence, first, count = (a[count > 0] for a in (sequence, first, count))
+        past = (context - lengths)[sequence]
+        keys = past + (first + count - 1) // group + 1
+        if window is not None:
+            keys = np.minimum(keys, count // group + window + _KEY_TILE)
+        order = np.argsort(-keys * (count + 4), kind="stable")  # reading a key costs about what 4 rows of it cost
+        items = np.empty((len(order), num_kv_heads, 4), dtype=np.int32)
+        items[:, :, 0] = sequence[order, None]
+        items[:, :, 1] = np.arange(num_kv_heads)
+        items[:, :, 2] = first[order, None]
+        items[:, :, 3] = count[order, None]
+        return torch.from_numpy(items.reshape(-1, 4))
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,  # (num_tokens, num_heads, head_dim)
+        pool: torch.Tensor,
+        block_table: torch.Tensor,  # (num_seqs, max_blocks) int32
+        query_starts: torch.Tensor,  # (num_seqs + 1,) int32
+        context_lens: torch.Tensor,  # (num_seqs,) int32
+        items: torch.Tensor,
+        *,
+        block_size: int,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> torch.Tensor:
+        bf16, dtype = _flag("query", query), query.dtype
+        num_tokens, num_heads, head_dim = query.shape
+        num_blocks, num_kv_heads, _ = pool.shape
+        num_seqs, max_blocks = block_table.shape
+        _check("query", query, dtype, (num_tokens, num_heads, head_dim))
+        _check_contiguous("pool", pool, dtype, self.pool_shape(num_blocks, num_kv_heads, head_dim, block_size))
+        _check("block_table", block_table, torch.int32, (num_seqs, max_blocks))
+        _check_contiguous("query_starts", query_starts, torch.int32, (num_seqs + 1,))
+        _check_contiguous("context_lens", context_lens, torch.int32, (num_seqs,))
+        _check_contiguous("items", items, torch.int32, (items.shape[0], 4))
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_heads {num_heads}: expected a multiple of the {num_kv_heads} KV heads")
+        if scale <= 0 or (window is not None and window <= 0) or (soft_cap is not None and soft_cap <= 0):
+            raise ValueError(f"scale {scale}, window {window}, soft_cap {soft_cap}: expected positive numbers")
+        out = torch.empty(query.shape, dtype=dtype)
+        self._library.bg_attention(
+            self._level,
+            torch.get_num_threads(),
+            bf16,
+            query.data_ptr(),
+            query.stride(0),
+            query.stride(1),
+            out.data_ptr(),
+            pool.data_ptr(),
+            block_table.data_ptr(),
+            block_table.stride(0),
+            query_starts.data_ptr(),
+            context_lens.data_ptr(),
+            items.data_ptr(),
+            items.shape[0],
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            block_size,
+            scale,
+            soft_cap or 0.0,
+            window or 0,
+            num_seqs,
+            num_tokens,
+        )
+        return out
+
+    def rms_norm(
+        self,
+        x: torch.Tensor,  # (num_tokens, dim) or (num_tokens, num_heads, dim)
+        weight: torch.Tensor,  # (dim,)
+        eps: float,
+        residual: torch.Tensor | None = None,  # (num_tokens, dim)
+    ) -> torch.Tensor:
+        bf16, dtype = _flag("x", x), x.dtype
+        heads = x.shape[1] if x.dim() == 3 else 1
+        num_tokens, dim = x.shape[0], x.shape[-1]
+        _check("x", x, dtype, (num_tokens, heads, dim) if x.dim() == 3 else (num_tokens, dim))
+        _check_contiguous("weight", weight, dtype, (dim,))
+        if residual is not None:
+            _check("residual", residual, dtype, (num_tokens, dim))
+        out = torch.empty(x.shape, dtype=dtype)
+        self._library.bg_rms_norm(
+            self._level,
+            torch.get_num_threads(),
+            bf16,
+            x.data_ptr(),
+            x.stride(0),
+            x.stride(1),
+            weight.data_ptr(),
+            0 if residual is None else residual.data_ptr(),
+            0 if residual is None else residual.stride(0),
+            out.data_ptr(),
+            num_tokens,
+            heads,
+            dim,
+            eps,
+        )
+        return out
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:  # (num_tokens, 2 * dim) -> (num_tokens, dim)
+        return self._gate(gate_up, gelu=False)
+
+    def gelu_tanh_mul(self, gate_up: torch.Tensor) -> torch.Tensor:  # (num_tokens, 2 * dim) -> (num_tokens, dim)
+        return self._gate(gate_up, gelu=True)
+
+    def _gate(self, gate_up: torch.Tensor, gelu: bool) -> torch.Tensor:
+        bf16 = _flag("gate_up", gate_up)
+        num_tokens, dim = gate_up.shape[0], gate_up.shape[1] // 2
+        _check("gate_up", gate_up, gate_up.dtype, (num_tokens, 2 * dim))
+        out = torch.empty(num_tokens, dim, dtype=gate_up.dtype)
+        self._library.bg_gate(
+            self._level,
+            torch.get_num_threads(),
+            bf16,
+            gelu,
+            gate_up.data_ptr(),
+            gate_up.stride(0),
+            out.data_ptr(),
+            num_tokens,
+            dim,
+        )
+        return out
+
+    def keyed_gumbel(
+        self,
+        keys: torch.Tensor,  # (num_rows,) int64
+        positions: torch.Tensor,  # (num_rows,) int32
+        samples: torch.Tensor,  # (num_rows,) int32
+        vocab: int,
+    ) -> torch.Tensor:
+        rows = keys.shape[0]
+        _check_contiguous("keys", keys, torch.int64, (rows,))
+        _check_contiguous("positions", positions, torch.int32, (rows,))
+        _check_contiguous("samples", samples, torch.int32, (rows,))
+        out = torch.empty(rows, vocab, dtype=torch.float32)
+        self._library.bg_gumbel(
+            self._level,
+            torch.get_num_threads(),
+            keys.data_ptr(),
+            positions.data_ptr(),
+            samples.data_ptr(),
+            out.data_ptr(),
+            rows,
+            vocab,
+        )
+        return out

@@ -1,0 +1,180 @@
+"""The plain-torch twin of every op: what the fast ones are tested against, and what serves where none was built.
+
+The module has the methods of `cpu.Ops` as functions, so that either can stand for the other. Its KV pool has the
+shape of theirs but a plain layout inside (keys, then values, one token after the other): a pool is only ever read by
+the ops that wrote it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def pool_shape(num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int) -> tuple[int, int, int]:
+    """The shape of a layer's KV pool, which must be zero before its first use."""
+    return num_blocks, num_kv_heads, block_size * (head_dim + (head_dim + 15) // 16 * 16)
+
+
+def _keys_and_values(pool: torch.Tensor, block_size: int, head_dim: int) -> torch.Tensor:
+    """A view (num_blocks, num_kv_heads, 2, block_size, head_dim) of the pool."""
+    num_blocks, num_kv_heads, _ = pool.shape
+    used = pool[:, :, : 2 * block_size * head_dim]
+    return used.view(num_blocks, num_kv_heads, 2, block_size, head_dim)
+
+
+def rope_and_write(
+    query: torch.Tensor,  # (num_tokens, num_heads, head_dim), rotated in place
+    key: torch.Tensor,  # (num_tokens, num_kv_heads, head_dim), rotated in place
+    value: torch.Tensor,  # (num_tokens, num_kv_heads, head_dim)
+    cos: torch.Tensor,  # (num_tokens, rotary_dim / 2) float32
+    sin: torch.Tensor,  # (num_tokens, rotary_dim / 2) float32
+    slot_mapping: torch.Tensor,  # (num_tokens,) int64; -1 writes nothing
+    pool: torch.Tensor,
+    *,
+    block_size: int,
+    interleaved: bool = False,
+) -> None:
+    """Rotate query and key in place, in float32, and write key and value to their slots."""
+    for states in (query, key):
+        rotary = states[..., : 2 * cos.shape[1]]
+        if interleaved:
+            first, second = rotary[..., 0::2], rotary[..., 1::2]
+        else:
+            first, second = rotary.chunk(2, dim=-1)
+        x, y = first.float(), second.float()
+        c, s = cos[:, None], sin[:, None]
+        rotated = x * c - y * s, y * c + x * s  # both before either is written: in float32, x and y are the states
+        first.copy_(rotated[0])
+        second.copy_(rotated[1])
+    written = slot_mapping >= 0
+    slots = slot_mapping[written]
+    blocks, offsets = slots // block_size, slots % block_size
+    pages = _keys_and_values(pool, block_size, key.shape[2])
+    pages[blocks, :, 0, offsets] = key[written]
+    pages[blocks, :, 1, offsets] = value[written]
+
+
+def attention_items(
+    query_starts: torch.Tensor,  # (num_seqs + 1,) int32
+    context_lens: torch.Tensor,  # (num_seqs,) int32
+    num_heads: int,
+    num_kv_heads: int,
+    window: int | None = None,
+) -> torch.Tensor:
+    """(num_items, 4) int32: how attention over a step is cut up, to be computed once for all layers alike.
+
+    An item is (sequence, KV head, first row, rows); row r of a sequence is query head r % group of the group of that
+    KV head, at the sequence's token r / group. The twin takes a sequence whole.
+    """
+    rows = (query_starts[1:] - query_starts[:-1]) * (num_heads // num_kv_heads)
+    items = [(s, h, 0, int(n)) for s, n in enumerate(rows) for h in range(num_kv_heads) if n > 0]
+    return torch.tensor(items, dtype=torch.int32).view(-1, 4)
+
+
+def paged_attention(
+    query: torch.Tensor,  # (num_tokens, num_heads, head_dim)
+    pool: torch.Tensor,
+    block_table: torch.Tensor,  # (num_seqs, max_blocks) int32
+    query_starts: torch.Tensor,  # (num_seqs + 1,) int32
+    context_lens: torch.Tensor,  # (num_seqs,) int32
+    items: torch.Tensor,
+    *,
+    block_size: int,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> torch.Tensor:
+    """Causal attention over the pool, softmax in float32 -> (num_tokens, num_heads, head_dim).
+
+    A query sees the `window` keys up to its own. Rows behind query_starts[-1] come out zero.
+    """
+    num_heads, head_dim = query.shape[1:]
+    group = num_heads // pool.shape[1]
+    out = torch.zeros(query.shape, dtype=query.dtype)
+    pages = _keys_and_values(pool, block_size, head_dim)
+    for sequence, kv_head, first, count in items.tolist():
+        start, end = query_starts[sequence : sequence + 2].tolist()
+        context = int(context_lens[sequence])
+        blocks = block_table[sequence, : (context + block_size - 1) // block_size].long()
+        keys, values = pages[blocks, kv_head].transpose(0, 1).reshape(2, -1, head_dim)[:, :context].float()
+        rows = torch.arange(first, first + count)
+        tokens, heads = start + rows // group, kv_head * group + rows % group
+        scores = query[tokens, heads].float() @ keys.T * scale  # (rows, context)
+        if soft_cap is not None:
+            scores = torch.tanh(scores / soft_cap) * soft_cap
+        behind = (context - end + tokens)[:, None] - torch.arange(context)
+        hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+        out[tokens, heads] = (weights @ values).to(query.dtype)
+    return out
+
+
+def rms_norm(
+    x: torch.Tensor,  # (num_tokens, dim) or (num_tokens, num_heads, dim)
+    weight: torch.Tensor,  # (dim,)
+    eps: float,
+    residual: torch.Tensor | None = None,  # (num_tokens, dim)
+) -> torch.Tensor:
+    """x / rms(x) * weight, normalised in float32 and rounded to x's dtype before the weight.
+
+    With a residual, x is first added to it in place, and it is the sum that is normalised.
+    """
+    if residual is not None:
+        x = residual.add_(x)
+    wide = x.float()
+    normalised = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return weight * normalised.to(x.dtype)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:  # (num_tokens, 2 * dim) -> (num_tokens, dim)
+    """silu(first half) * second half."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:  # (num_tokens, 2 * dim) -> (num_tokens, dim)
+    """gelu(first half), in its tanh form, * second half."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def philox4x32(counter: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Philox4x32-10: counters (..., 4) and keys (..., 2) -> (..., 4), 32-bit words held in int64."""
+    words = list(counter.unbind(-1))
+    key0, key1 = key.unbind(-1)
+    mask = 0xFFFFFFFF
+    for _ in range(10):
+        high0, low0 = _multiply(words[0], 0xD2511F53)
+        high1, low1 = _multiply(words[2], 0xCD9E8D57)
+        words = [high1 ^ words[1] ^ key0, low1, high0 ^ words[3] ^ key1, low0]
+        key0, key1 = (key0 + 0x9E3779B9) & mask, (key1 + 0xBB67AE85) & mask
+    return torch.stack(torch.broadcast_tensors(*words), dim=-1)
+
+
+def _multiply(x: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The high and the low word of x * factor; in two steps, as int64 cannot hold the product."""
+    low = x * (factor & 0xFFFF)
+    high = x * (factor >> 16) + (low >> 16)
+    return high >> 16, (high & 0xFFFF) << 16 | low & 0xFFFF
+
+
+def keyed_gumbel(
+    keys: torch.Tensor,  # (num_rows,) int64
+    positions: torch.Tensor,  # (num_rows,) int32
+    samples: torch.Tensor,  # (num_rows,) int32
+    vocab: int,
+) -> torch.Tensor:
+    """Gumbel noise (num_rows, vocab) float32 that depends on a row's key, position and sample and on the token alone.
+
+    Token 4 q + j gets word j of Philox4x32-10 at counter (q, position, sample, 0).
+    """
+    rows = keys.shape[0]
+    counter = torch.zeros(rows, (vocab + 3) // 4, 4, dtype=torch.int64)
+    counter[:, :, 0] = torch.arange(counter.shape[1])
+    counter[:, :, 1] = (positions.long() & 0xFFFFFFFF)[:, None]
+    counter[:, :, 2] = (samples.long() & 0xFFFFFFFF)[:, None]
+    key = torch.stack((keys & 0xFFFFFFFF, (keys >> 32) & 0xFFFFFFFF), dim=-1)[:, None]
+    words = philox4x32(counter, key).reshape(rows, -1)[:, :vocab]
+    uniform = ((words >> 9).float() + 0.5) * 2.0**-23
+    return -torch.log(-torch.log(uniform))

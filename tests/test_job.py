@@ -1,0 +1,351 @@
+"""The orchestrator with a fake engine: rows in = rows out, whatever happens on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from fakes import CHATML, Died, FailingStore, FakeEngine, FakeModel, byte_tokenizer, fake_tokens
+
+from batchgen import job, spec
+from batchgen.errors import ConfigError, DataError, Interrupted
+from batchgen.io.files import Store
+from batchgen.ledger import peek
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return byte_tokenizer(tmp_path_factory.mktemp("model") / "bytes", chat_template=CHATML)
+
+
+def write_rows(folder: Path, count: int, name: str = "rows.parquet", start: int = 0) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = [f"row {i} " + "x" * (i % 7) for i in range(start, start + count)]
+    table = pa.table({"key": [f"k{i}" for i in range(start, start + count)], "text": texts})
+    path = folder / name
+    if name.endswith(".parquet"):
+        pq.write_table(table, path, row_group_size=10)
+    else:
+        path.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in table.to_pylist()))
+    return path
+
+
+def job_of(tmp_path: Path, inputs: Path, **changes: object) -> spec.JobSpec:
+    data: dict = {
+        "model": {"path": "fake"},
+        "input": {"path": str(inputs), "id": "key"},
+        "prompt": {"column": "text", "chat": False},
+        "sampling": {"max_tokens": 100},
+        "output": {"path": str(tmp_path / "out"), "columns": ["text"], "shard_rows": 16, "token_ids": True},
+        "checkpoint": {"interval": 0.001},
+    }
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        if name:
+            data.setdefault(section, {})[name] = value
+        else:
+            data[section] = value
+    return spec.parse(data)
+
+
+def start(a_job: spec.JobSpec, model: FakeModel, options: job.RunOptions | None = None, **store: object) -> dict:
+    return job.run(
+        a_job,
+        options,
+        model_opener=lambda _: model,
+        store_opener=lambda url, extra: FailingStore(url, extra, **store) if store else Store(url, extra),
+    )
+
+
+def results(a_job: spec.JobSpec) -> list[dict]:
+    folder = Path(a_job.output.path)
+    if a_job.output.format == "parquet":
+        parts = sorted(folder.glob("part-*.parquet"))
+        return [row for part in parts for row in pq.read_table(part).to_pylist()]
+    return [orjson.loads(line) for part in sorted(folder.glob("part-*.jsonl")) for line in part.open("rb")]
+
+
+def expected_tokens(text: str, sample: int = 0, max_tokens: int = 100) -> list[int]:
+    prompt = np.array([ord(c) - 33 if c != " " else SPACE for c in text], np.int32)
+    return fake_tokens(prompt, sample, max_tokens).tolist()
+
+
+# The byte-level alphabet sorted by code point: 33..126 first, so "a" is 64; space is U+0120, after all of Latin-1
+SPACE = 188 + 32
+
+
+def test_space_is_where_the_tests_think(model_folder: Path) -> None:
+    assert FakeModel(model_folder).tokenizer.encode(" ", add_special_tokens=False).tolist() == [SPACE]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+@pytest.mark.parametrize("source", ["rows.parquet", "rows.jsonl"])
+def test_every_row_once_in_input_order(tmp_path: Path, model_folder: Path, kind: str, source: str) -> None:
+    a_job = job_of(tmp_path, write_rows(tmp_path, 100, source), output__format=kind)
+    summary = start(a_job, FakeModel(model_folder))
+    found = results(a_job)
+    assert [row["id"] for row in found] == [f"k{i}" for i in range(100)]
+    for row in found:
+        text = row["text"]
+        carried = row["input_text"] if source.endswith("parquet") else json.loads(row["input_text"])
+        assert row["token_ids"] == expected_tokens(carried)
+        assert text == "".join(chr(t + 33) for t in row["token_ids"][: -1 if row["finish_reason"] == "stop" else None])
+        assert row["prompt_tokens"] == len(carried) and row["error"] is None
+    assert summary["rows"] == 100 and summary["complete"] and not summary["failed"]
+    assert len(list((tmp_path / "out").glob("part-*"))) == 7
+    assert json.loads((tmp_path / "out/_SUCCESS").read_bytes())["counters"]["rows"] == 100
+
+
+def test_a_finished_job_runs_again_without_a_model(tmp_path: Path, model_folder: Path) -> None:
+    a_job = job_of(tmp_path, write_rows(tmp_path, 20))
+    first = start(a_job, FakeModel(model_folder))
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*") if path.is_file()}
+
+    def no_model(_: spec.JobSpec) -> FakeModel:
+        raise AssertionError("a finished job needs no model")
+
+    again = job.run(a_job, model_opener=no_model)
+    assert again["rows"] == first["rows"] == 20 and again["status"] == "done"
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=r"sampling\.temperature: 0\.0 then, 0\.5 now"):
+        job.run(job_of(tmp_path, tmp_path / "rows.parquet", sampling__temperature=0.5), model_opener=no_model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"sampling__temperature": 0.7}, "sampling.temperature"),
+        ({"prompt": {"template": "{{ text }}!", "chat": False}}, "prompt.template"),
+        ({"output__columns": []}, "output.columns"),
+        ({"output__skip_special_tokens": False}, "output.skip_special_tokens"),
+    ],
+)
+def test_another_job_in_the_folder_is_refused_by_name(
+    tmp_path: Path, model_folder: Path, changes: dict, named: str
+) -> None:
+    rows = write_rows(tmp_path, 20)
+    with pytest.raises(Interrupted):
+        start(job_of(tmp_path, rows), FakeModel(model_folder), job.RunOptions(max_runtime=0.0))
+    with pytest.raises(ConfigError, match=named.replace(".", r"\.")):
+        start(job_of(tmp_path, rows, **changes), FakeModel(model_folder))
+    # what does not change the results does not matter
+    summary = start(job_of(tmp_path, rows, engine__max_num_seqs=3, errors__max_failed=5), FakeModel(model_folder))
+    assert summary["rows"] == 20
+
+
+def test_a_changed_input_is_refused(tmp_path: Path, model_folder: Path) -> None:
+    rows = write_rows(tmp_path, 40)
+    with pytest.raises(Interrupted):
+        start(job_of(tmp_path, rows), FakeModel(model_folder), job.RunOptions(max_runtime=0.0))
+    write_rows(tmp_path, 40, start=3)
+    with pytest.raises(ConfigError, match=r"changed: .*rows\.parquet"):
+        start(job_of(tmp_path, rows), FakeModel(model_folder))
+
+
+def test_samples_of_a_row_stand_together(tmp_path: Path, model_folder: Path) -> None:
+    a_job = job_of(tmp_path, write_rows(tmp_path, 30), sampling__n=3, sampling__temperature=1.0)
+    summary = start(a_job, FakeModel(model_folder))
+    found = results(a_job)
+    assert [(row["id"], row["sample"]) for row in found] == [(f"k{i}", s) for i in range(30) for s in range(3)]
+    for row in found:
+        assert row["token_ids"] == expected_tokens(row["input_text"], row["sample"])
+    assert summary["rows"] == 30 and summary["results"] == 90
+
+
+def test_bad_rows_are_rows_with_an_error(tmp_path: Path, model_folder: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"key": "a", "text": "fine"}\n{"key": "b"}\n{broken\n{"key": "d", "text": ""}\n' * 5)
+    a_job = job_of(tmp_path, path, sampling__n=2, errors__max_failed=15)
+    summary = start(a_job, FakeModel(model_folder))
+    found = results(a_job)
+    assert len(found) == 40
+    codes = [row["error"] and row["error"]["code"] for row in found[:8]]
+    assert codes == [None, None] + ["missing_column"] * 2 + ["invalid_json"] * 2 + ["empty_prompt"] * 2
+    assert [row["id"] for row in found[:8:2]] == ["a", "b", None, "d"]
+    assert found[2]["text"] is None and found[2]["finish_reason"] == "error"
+    assert summary["rows_failed"] == 15
+
+
+def test_too_many_bad_rows_end_the_job(tmp_path: Path, model_folder: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"key": "a", "text": "fine"}\n{"key": "b"}\n' * 10)
+    with pytest.raises(DataError, match=r"10 of \d+ rows failed so far.*max_failed \(0\.01\).*missing_column 10"):
+        start(job_of(tmp_path, path), FakeModel(model_folder))
+    assert not (tmp_path / "out/_SUCCESS").exists()
+    # the work is kept: only what was in flight is still to be done
+    engine = FakeEngine()
+    assert start(job_of(tmp_path, path, errors__max_failed=0.5), FakeModel(model_folder, engine))["rows"] == 20
+    assert engine.output_tokens < sum(row["output_tokens"] for row in results(job_of(tmp_path, path))) / 2
+
+
+def test_a_limit_shows_rows_and_is_no_end(tmp_path: Path, model_folder: Path) -> None:
+    a_job = job_of(tmp_path, write_rows(tmp_path, 50))
+    summary = start(a_job, FakeModel(model_folder), job.RunOptions(limit=20))
+    assert summary["rows"] == 20 and not summary["complete"]
+    assert not (tmp_path / "out/_SUCCESS").exists()
+    assert len(results(a_job)) == 16  # one whole shard
+    trial = pq.read_table(tmp_path / "out/_batchgen/trial/part-00000-00001.parquet")
+    assert trial["id"].to_pylist() == [f"k{i}" for i in range(16, 20)]
+    engine = FakeEngine()
+    assert start(a_job, FakeModel(model_folder, engine))["rows"] == 50
+    assert [row["id"] for row in results(a_job)] == [f"k{i}" for i in range(50)]
+    # the four rows of the cut-off shard were kept and not computed again
+    again = sum(len(row["token_ids"]) for row in results(a_job)[20:])
+    assert engine.output_tokens == again
+
+
+def test_signal_drains_and_tokens_in_flight_are_kept(tmp_path: Path, model_folder: Path) -> None:
+    a_job = job_of(tmp_path, write_rows(tmp_path, 60))
+    steps = iter(range(10**6))
+    engine = FakeEngine(
+        running=20, pace=2, think=lambda: os.kill(os.getpid(), signal.SIGTERM) if next(steps) == 4 else None
+    )
+    with pytest.raises(Interrupted, match="SIGTERM received") as interrupted:
+        start(a_job, FakeModel(model_folder, engine))
+    assert interrupted.value.reason == "signal"
+    kept = {(one.key, one.sample): one.token_ids for one in engine.snapshot()}
+    assert kept and peek(Store(a_job.output.path)).state == "stopped"
+    second = FakeEngine()
+    start(a_job, FakeModel(model_folder, second))
+    assert set(second.resumed) == set(kept)
+    assert all(np.array_equal(second.resumed[key], kept[key]) for key in kept)
+    assert [row["token_ids"] for row in results(a_job)] == [expected_tokens(r["input_text"]) for r in results(a_job)]
+
+
+@pytest.mark.parametrize("option", [{"max_runtime": 0.0}, {"max_output_tokens": 30}])
+def test_limits_of_a_start(tmp_path: Path, model_folder: Path, option: dict) -> None:
+    a_job = job_of(tmp_path, write_rows(tmp_path, 60))
+    with pytest.raises(Interrupted) as interrupted:
+        start(a_job, FakeModel(model_folder, FakeEngine(running=4, pace=3)), job.RunOptions(**option))
+    assert interrupted.value.reason == "limit"
+    assert start(a_job, FakeModel(model_folder))["rows"] == 60
+
+
+def test_overwrite_and_must_be_new(tmp_path: Path, model_folder: Path) -> None:
+    a_job = job_of(tmp_path, write_rows(tmp_path, 20))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/notes.txt").write_text("mine")
+    start(a_job, FakeModel(model_folder), job.RunOptions(must_be_new=True))
+    with pytest.raises(ConfigError, match="must-be-new"):
+        start(a_job, FakeModel(model_folder), job.RunOptions(must_be_new=True))
+    other = job_of(tmp_path, tmp_path / "rows.parquet", sampling__temperature=1.0)
+    assert start(other, FakeModel(model_folder), job.RunOptions(overwrite=True))["rows"] == 20
+    assert (tmp_path / "out/notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+@pytest.mark.parametrize("how", ["before", "after"])
+def test_dying_at_any_storage_operation_loses_and_doubles_nothing(
+    tmp_path: Path, model_folder: Path, how: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One job, killed at its 1st, then 2nd, 3rd ... writing operation of a start, until a start gets through."""
+    monkeypatch.setattr("batchgen.lease._process_runs", lambda pid, started: False)  # the "dead" ones were this one
+    a_job = job_of(tmp_path, write_rows(tmp_path, 70), output__format=kind)
+    committed: dict[str, bytes] = {}
+    for at in range(1, 200):
+        try:
+            start(a_job, FakeModel(model_folder, FakeEngine(running=8, pace=5)), at=at, how=how)
+            break
+        except Died:
+            assert not (tmp_path / "out/_SUCCESS").exists() or how == "after"
+        for path in (tmp_path / "out").glob("part-*"):
+            assert committed.setdefault(path.name, path.read_bytes()) == path.read_bytes()
+    else:
+        raise AssertionError("never got through")
+    start(a_job, FakeModel(model_folder))
+    assert at > 5
+    found = results(a_job)
+    assert [row["id"] for row in found] == [f"k{i}" for i in range(70)]
+    for row in found:
+        text = row["input_text"]
+        assert row["token_ids"] == expected_tokens(text)
+
+
+SCRIPT = """
+import random, sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[3])
+from fakes import FakeEngine, FakeModel
+from batchgen import job, spec
+spec_ = spec.parse(__import__("json").loads(Path(sys.argv[1]).read_text()))
+engine = FakeEngine(running=8, pace=2, think=lambda: time.sleep(0.002))
+print("started", flush=True)
+job.run(spec_, model_opener=lambda _: FakeModel(Path(sys.argv[2]), engine))
+"""
+
+
+def test_kill_9_at_random_times(tmp_path: Path, model_folder: Path) -> None:
+    a_job = job_of(tmp_path, write_rows(tmp_path, 200), checkpoint__interval=0.05)
+    (tmp_path / "job.json").write_text(json.dumps(a_job.to_json()))
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "job.json"), str(model_folder), str(Path(__file__).parent)]
+    rng, kills = random.Random(7), 0
+    for _ in range(60):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.readline()
+        try:
+            process.wait(timeout=0.4 + rng.random() * 0.6)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            kills += 1
+            continue
+        assert process.returncode == 0, process.stderr.read().decode()
+        break
+    else:
+        raise AssertionError("no progress under kills")
+    assert kills >= 1
+    found = results(a_job)
+    assert [row["id"] for row in found] == [f"k{i}" for i in range(200)]
+    assert all(row["token_ids"] == expected_tokens(row["input_text"]) for row in found)
+
+
+def test_second_start_of_a_living_run_is_locked_out(tmp_path: Path, model_folder: Path) -> None:
+    a_job = job_of(tmp_path, write_rows(tmp_path, 20))
+    tried = []
+
+    def second_start() -> None:
+        if not tried:
+            tried.append(True)
+            with pytest.raises(Interrupted, match="another worker has this run") as locked:
+                start(a_job, FakeModel(model_folder))
+            assert locked.value.reason == "locked"
+
+    assert start(a_job, FakeModel(model_folder, FakeEngine(think=second_start)))["rows"] == 20
+    assert tried
+
+
+def test_children_die_with_a_killed_parent(tmp_path: Path, model_folder: Path) -> None:
+    import psutil
+
+    a_job = job_of(tmp_path, write_rows(tmp_path, 4000, "rows.jsonl"))
+    (tmp_path / "job.json").write_text(json.dumps(a_job.to_json()))
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "job.json"), str(model_folder), str(Path(__file__).parent)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    try:
+        children = wait_for(lambda: psutil.Process(process.pid).children(recursive=True))
+    finally:
+        process.kill()
+        process.wait()
+    wait_for(lambda: not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children))
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 10.0) -> object:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.02)
+    raise AssertionError("waited in vain")

@@ -1,0 +1,444 @@
+"""The decoder against transformers on tiny random models, and how configurations and tensors are refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from batchgen_kernels import reference as ops
+from safetensors.torch import load_file, save_file
+from tiny import tiny_model
+from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from batchgen.attention.base import AttentionMetadata
+from batchgen.attention.reference import ReferenceBackend
+from batchgen.errors import ModelError
+from batchgen.models import layers, registry
+from batchgen.models.config import KVSpec
+from batchgen.models.decoder import Decoder
+from batchgen.weights import open_checkpoint
+
+BLOCK_SIZE = 4
+
+
+class Harness:
+    """Runs a decoder over sequences whose blocks lie scattered in the pool, in whatever chunks the test asks for."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        max_model_len: int = 256,
+        num_blocks: int = 128,
+    ) -> None:
+        backend = ReferenceBackend(BLOCK_SIZE)
+        self.decoder: Decoder = registry.build(
+            open_checkpoint(folder), dtype=dtype, backend=backend, max_model_len=max_model_len, ops=ops
+        )
+        backend.allocate(self.decoder.config.layers, num_blocks, dtype)
+        self.free = random.Random(0).sample(range(num_blocks), num_blocks)
+        self.blocks: dict[int, list[int]] = {}
+        self.context: dict[int, int] = {}
+
+    def metadata(self, rows: list[tuple[int, int]], padding: int = 0) -> AttentionMetadata:
+        """Of sequences whose last `length` tokens are (sequence, length): their contexts end at self.context."""
+        starts, slots = [0], []
+        for sequence, length in rows:
+            starts.append(starts[-1] + length)
+            end = self.context[sequence]
+            for position in range(end - length, end):
+                slots.append(self.blocks[sequence][position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
+        width = max(len(self.blocks[sequence]) for sequence, _ in rows)
+        table = [self.blocks[sequence] + [0] * (width - len(self.blocks[sequence])) for sequence, _ in rows]
+        return AttentionMetadata(
+            query_starts=torch.tensor(starts, dtype=torch.int32),
+            context_lens=torch.tensor([self.context[sequence] for sequence, _ in rows], dtype=torch.int32),
+            block_table=torch.tensor(table, dtype=torch.int32),
+            slot_mapping=torch.tensor(slots + [-1] * padding),
+            max_query_len=max(length for _, length in rows),
+            max_context_len=max(self.context[sequence] for sequence, _ in rows),
+        )
+
+    def step(self, chunks: dict[int, list[int]], *, padding: int = 0, sample: bool = False) -> dict[int, torch.Tensor]:
+        """Feed the next tokens of some sequences -> their logits: of every token, or of the last one only."""
+        ids: list[int] = []
+        positions: list[int] = []
+        rows, lasts = [], []
+        for sequence, tokens in chunks.items():
+            start = self.context.get(sequence, 0)
+            self.context[sequence] = start + len(tokens)
+            owned = self.blocks.setdefault(sequence, [])
+            while len(owned) * BLOCK_SIZE < self.context[sequence]:
+                owned.append(self.free.pop())
+            ids += tokens
+            positions += range(start, start + len(tokens))
+            rows.append((sequence, len(tokens)))
+            lasts.append(len(ids) - 1)
+        logits = self.decoder.forward(
+            torch.tensor(ids + [0] * padding),
+            torch.tensor(positions + [0] * padding),
+            self.metadata(rows, padding),
+            torch.tensor(lasts) if sample else None,
+            self.metadata([(sequence, 1) for sequence, _ in rows]) if sample else None,
+        )
+        counts = [1 if sample else length for _, length in rows]
+        return dict(zip(chunks, logits[: sum(counts)].split(counts), strict=True))
+
+
+def reference_logits(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.tensor([tokens])).logits[0].float()
+
+
+def sequences(vocab_size: int, *lengths: int) -> dict[int, list[int]]:
+    chooser = random.Random(7)
+    return {number: [chooser.randrange(vocab_size) for _ in range(length)] for number, length in enumerate(lengths)}
+
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-head-dim-null": ("llama", {"head_dim": None}),
+    "llama-gelu": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral-window": ("mistral", {"sliding_window": 9}),
+    "qwen2": ("qwen2", {"head_dim": 16}),
+    "qwen2-window": (
+        "qwen2",
+        {"head_dim": 16, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {"tie_word_embeddings": True}),
+    "qwen3-biases": ("qwen3", {"attention_bias": True}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ragged_chunked_prefill_then_decode_equals_transformers(tmp_path: Path, variant: str) -> None:
+    family, overrides = VARIANTS[variant]
+    model = tiny_model(tmp_path, family, **overrides)
+    run = Harness(tmp_path)
+    texts = sequences(model.config.vocab_size, 37, 5, 22)
+    seen: dict[int, list[torch.Tensor]] = {number: [] for number in texts}
+    # uneven chunks, sequences that join late, then decodes beside a prefill
+    for chunks in ({0: 7, 1: 3}, {0: 11, 2: 9}, {0: 16, 2: 1, 1: 1}, {2: 12, 0: 1}, {1: 1, 0: 1}, {0: 1}):
+        feed = {}
+        for number, length in chunks.items():
+            done = run.context.get(number, 0)
+            feed[number] = texts[number][done : done + length]
+        for number, logits in run.step(feed, padding=3).items():
+            seen[number].append(logits)
+    for number, tokens in texts.items():
+        expected = reference_logits(model, tokens)
+        torch.testing.assert_close(torch.cat(seen[number]), expected, atol=1e-4, rtol=0)
+
+
+def test_last_layer_computes_sampled_rows_only_and_gets_the_same_logits(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path, "qwen3")
+    texts = sequences(model.config.vocab_size, 19, 6, 11)
+    every, sampled = Harness(tmp_path), Harness(tmp_path)
+    for chunks in (texts, {number: [5 + number] for number in texts}):
+        all_rows, last_rows = every.step(chunks), sampled.step(chunks, sample=True, padding=2)
+        for number in texts:
+            torch.testing.assert_close(last_rows[number][0], all_rows[number][-1], atol=1e-5, rtol=0)
+
+
+def test_a_step_that_samples_nothing_still_writes_the_cache(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path)
+    tokens = sequences(model.config.vocab_size, 12)[0]
+    run = Harness(tmp_path)
+    run.blocks, run.context = {0: [3, 1, 2]}, {0: 11}
+    nothing = torch.empty(0, dtype=torch.int64)
+    metadata = run.metadata([(0, 11)])
+    assert run.decoder.forward(torch.tensor(tokens[:11]), torch.arange(11), metadata, nothing, metadata).shape == (
+        0,
+        model.config.vocab_size,
+    )
+    logits = run.step({0: tokens[11:]}, sample=True)[0]
+    torch.testing.assert_close(logits[0], reference_logits(model, tokens)[-1], atol=1e-4, rtol=0)
+
+
+def test_bfloat16_is_as_close_to_float32_as_transformers_is(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path, dtype=torch.bfloat16)
+    tokens = sequences(model.config.vocab_size, 40)[0]
+    exact = reference_logits(model, tokens)
+    theirs = (reference_logits(model.bfloat16(), tokens) - exact).square().mean().sqrt()
+    ours = (Harness(tmp_path, dtype=torch.bfloat16).step({0: tokens})[0] - exact).square().mean().sqrt()
+    assert registry.read_config(open_checkpoint(tmp_path).config).dtype == "bfloat16"
+    assert 0 < ours < 1.2 * theirs
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
+    "yarn-mscale": {"factor": 4.0, "original_max_position_embeddings": 16, "mscale": 0.7, "mscale_all_dim": 0.4},
+    "yarn-untruncated": {"factor": 4.0, "original_max_position_embeddings": 16, "truncate": False, "beta_fast": 20.0},
+    "longrope": {
+        "original_max_position_embeddings": 16,
+        "short_factor": [1.0 + 0.1 * n for n in range(16)],
+        "long_factor": [2.0 + 0.5 * n for n in range(16)],
+    },
+    "longrope-factor": {
+        "original_max_position_embeddings": 16,
+        "factor": 4.0,
+        "attention_factor": 1.3,
+        "short_factor": [1.0] * 16,
+        "long_factor": [3.0] * 16,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.parametrize("key", ["rope_type", "type", "rope_parameters"])
+def test_rope_scaling_past_the_original_length_equals_transformers(tmp_path: Path, kind: str, key: str) -> None:
+    rope_type, length = kind.partition("-")[0], 48
+    rope = {"rope_theta": 5000.0, "rope_type": rope_type, **ROPES[kind]}
+    model = tiny_model(tmp_path, rope_parameters=dict(rope), max_position_embeddings=16 if kind == "dynamic" else 64)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    if key != "rope_parameters":  # the older spelling
+        del raw["rope_parameters"]
+        raw["rope_theta"] = rope.pop("rope_theta")
+        raw["rope_scaling"] = {key: rope.pop("rope_type"), **rope}
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+    run = Harness(tmp_path, max_model_len=length)
+    config = run.decoder.config
+    inverse, attention_factor = layers.inverse_frequencies(config.ropes[0], length)
+    expected, expected_factor = ROPE_INIT_FUNCTIONS[rope_type](model.config, "cpu", seq_len=length)
+    torch.testing.assert_close(inverse, expected, atol=0, rtol=1e-6)
+    assert attention_factor == pytest.approx(expected_factor)
+    tokens = sequences(model.config.vocab_size, length)[0]
+    logits = torch.cat([run.step({0: tokens[start : start + 20]})[0] for start in (0, 20, 40)])
+    torch.testing.assert_close(logits, reference_logits(model, tokens), atol=1e-3, rtol=0)
+
+
+def test_a_job_that_stays_within_the_original_length_uses_unstretched_frequencies(tmp_path: Path) -> None:
+    tiny_model(tmp_path, rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, **ROPES["longrope"]})
+    rope = registry.read_config(open_checkpoint(tmp_path).config).ropes[0]
+    short, long = layers.inverse_frequencies(rope, 16)[0], layers.inverse_frequencies(rope, 17)[0]
+    assert short[0] == 1.0 and long[0] == 0.5
+
+
+RAW = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 331,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["FalconForCausalLM"]}, "FalconForCausalLM.*LlamaForCausalLM, MistralForCausalLM"),
+        ({"architectures": None}, "not declared"),
+        ({"hidden_size": None}, "hidden_size is None"),
+        ({"hidden_size": 66}, r"no head_dim, and hidden_size \(66\)"),
+        ({"head_dim": [16, 32]}, r"head_dim is \[16, 32\], expected one positive whole number"),
+        ({"num_key_value_heads": [4, 2]}, "num_key_value_heads is"),
+        ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads"),
+        ({"hidden_act": "swiglu"}, "hidden_act 'swiglu'.*silu"),
+        ({"rope_scaling": {"rope_type": "su", "factor": 2.0}}, "rope type 'su'.*longrope"),
+        ({"rope_scaling": {"type": "mrope"}}, "rope type 'mrope'"),
+        ({"rope_scaling": {"type": "linear"}}, "factor is None"),
+        ({"rope_scaling": {"type": "linear", "factor": -1}}, "factor is -1"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "expected 8 numbers"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "one flat dictionary"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq.*not supported yet"),
+        ({"dtype": "F8_E4M3"}, "F8_E4M3 is not supported"),
+        ({"architectures": ["MistralForCausalLM"], "num_key_value_heads": 2, "sliding_window": "9"}, "sliding_window"),
+    ],
+)
+def test_configurations_that_are_refused_name_the_key(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        registry.read_config({**RAW, **change})
+
+
+def test_config_defaults_are_the_reference_implementations() -> None:
+    config = registry.read_config(RAW)
+    assert config.layers[0] == KVSpec(num_heads=4, num_kv_heads=4, head_dim=16, scale=0.25)
+    assert (config.ropes[0].theta, config.ropes[0].rotary_dim, config.dtype) == (10000.0, 16, "float32")
+    assert registry.read_config({**RAW, "head_dim": 32, "eos_token_id": [5, 3]}).eos_token_ids == (3, 5)
+    assert registry.read_config({**RAW, "head_dim": 32}).layers[0].head_dim == 32
+    assert registry.read_config({**RAW, "partial_rotary_factor": 0.5}).ropes[0].rotary_dim == 8
+    mistral = {**RAW, "architectures": ["MistralForCausalLM"], "num_key_value_heads": 2}
+    assert registry.read_config(mistral).layers[1].window == 4096
+    assert registry.read_config({**mistral, "sliding_window": None}).layers[1].window is None
+    qwen = {**RAW, "architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 2}
+    assert registry.read_config(qwen).layers[1] == KVSpec(4, 2, 128, 128**-0.5, window=None)
+
+
+def test_eos_ids_join_those_of_the_generation_config(tmp_path: Path) -> None:
+    tiny_model(tmp_path, eos_token_id=2)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [106, 2]}')
+    assert Harness(tmp_path).decoder.config.eos_token_ids == (2, 106)
+
+
+def edit_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
+    """Set or delete tensors of a saved model; "__" in a keyword stands for "."."""
+    tensors = load_file(folder / "model.safetensors")
+    for key, value in changes.items():
+        name = key.replace("__", ".")
+        if value is None:
+            del tensors[name]
+        else:
+            tensors[name] = value
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_tied_head_ignores_a_stored_copy_and_warns_when_it_differs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model(tmp_path, tie_word_embeddings=True)
+    tokens = sequences(model.config.vocab_size, 9)[0]
+    expected = reference_logits(model, tokens)
+    copy = model.lm_head.weight.detach().clone()
+    with caplog.at_level(logging.WARNING):
+        edit_tensors(tmp_path, lm_head__weight=copy)
+        torch.testing.assert_close(Harness(tmp_path).step({0: tokens})[0], expected, atol=1e-4, rtol=0)
+        assert not caplog.records
+        edit_tensors(tmp_path, lm_head__weight=copy + 1)
+        torch.testing.assert_close(Harness(tmp_path).step({0: tokens})[0], expected, atol=1e-4, rtol=0)
+    assert "the head is model.embed_tokens.weight" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model__layers__1__mlp__up_proj__weight": None}, "lacks 1 of.*model.layers.1.mlp.up_proj.weight"),
+        ({"lm_head__weight": None}, "lacks 1 of.*lm_head.weight"),
+        ({"model__layers__0__self_attn__q_proj__bias": torch.zeros(192)}, "have no place.*q_proj.bias"),
+        ({"model__layers__0__mlp__gate_proj__weight_scale": torch.ones(1)}, "have no place.*weight_scale"),
+        ({"model__norm__weight": torch.ones(95)}, r"model.norm.weight has shape \(95,\).*\(96,\)"),
+        ({"model__layers__0__self_attn__k_proj__weight": torch.ones(32, 96)}, r"k_proj.weight has shape \(32, 96\)"),
+    ],
+)
+def test_every_tensor_is_used_or_known_to_be_needless(
+    tmp_path: Path, changes: dict[str, torch.Tensor | None], message: str
+) -> None:
+    tiny_model(tmp_path)
+    edit_tensors(tmp_path, **changes)
+    with pytest.raises(ModelError, match=message):
+        Harness(tmp_path)
+
+
+def test_stored_rotary_tables_are_needless(tmp_path: Path) -> None:
+    tiny_model(tmp_path)
+    edit_tensors(
+        tmp_path,
+        model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(16),
+        model__rotary_emb__inv_freq=torch.ones(16),
+    )
+    Harness(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [0, 1, 2, 37])
+def test_linear_fuses_parts_loaded_in_any_order(dtype: torch.dtype, rows: int) -> None:
+    linear = layers.Linear(48, (5, 7, 9), bias=True, dtype=dtype)
+    parts = [torch.randn(size, 48) for size in linear.parts]
+    biases = [torch.randn(size) for size in linear.parts]
+    for part in (2, 0, 1):
+        linear.load_weight(part, parts[part])
+        linear.load_bias(part, biases[part])
+    assert (linear.weight is None) == layers.can_prepack(dtype)  # never two copies
+    x = torch.randn(rows, 48).to(dtype)
+    expected = F.linear(x.double(), torch.cat(parts).to(dtype).double(), torch.cat(biases).to(dtype).double())
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(linear(x).double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_linear_without_prepacking_shares_a_tied_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    embedding, x = torch.randn(11, 8), torch.randn(3, 8)
+    head = layers.Linear(8, (11,), bias=False, dtype=torch.float32)
+    head.use(embedding)
+    assert head.weight is embedding
+    torch.testing.assert_close(head(x), x @ embedding.T)
+
+
+def dense_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: KVSpec) -> torch.Tensor:
+    """One query head, one query at a time, in float64: (length, heads, dim) each."""
+    out = torch.zeros(query.shape, dtype=torch.float64)
+    for position in range(len(query)):
+        first = 0 if spec.window is None else max(0, position - spec.window + 1)
+        for head in range(spec.num_heads):
+            kv_head = head // (spec.num_heads // spec.num_kv_heads)
+            keys = key[first : position + 1, kv_head].double()
+            scores = keys @ query[position, head].double() * spec.scale
+            if spec.soft_cap:
+                scores = torch.tanh(scores / spec.soft_cap) * spec.soft_cap
+            out[position, head] = scores.softmax(0) @ value[first : position + 1, kv_head].double()
+    return out
+
+
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (3, None), (None, 0.5), (5, 2.0)])
+def test_reference_backend_window_and_soft_cap(window: int | None, soft_cap: float | None) -> None:
+    spec = KVSpec(num_heads=6, num_kv_heads=2, head_dim=8, scale=0.5, window=window, soft_cap=soft_cap)
+    backend = ReferenceBackend(BLOCK_SIZE)
+    backend.allocate([spec], 8, torch.float32)
+    assert backend.bytes_per_block([spec, spec], torch.bfloat16) == 2 * 2 * BLOCK_SIZE * 2 * 8 * 2
+    query, key, value = torch.randn(11, 6, 8), torch.randn(11, 2, 8), torch.randn(11, 2, 8)
+    table = torch.tensor([[6, 2, 5]], dtype=torch.int32)
+    slots = torch.tensor([table[0, p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(11)] + [-1, -1])
+    cos, sin = torch.ones(13, 4), torch.zeros(13, 4)
+    pad = torch.full((2, 8, 8), 9.0)
+    metadata = AttentionMetadata(
+        torch.tensor([0, 11], dtype=torch.int32), torch.tensor([11], dtype=torch.int32), table, slots, 11, 11
+    )
+    queries = torch.cat((query, pad[:, :6]))
+    backend.rope_and_write(
+        0, queries, torch.cat((key, pad[:, :2])), torch.cat((value, pad[:, :2])), cos, sin, False, metadata
+    )
+    out = backend.attend(0, queries, metadata)
+    torch.testing.assert_close(out[:11].double(), dense_attention(query, key, value, spec), atol=1e-5, rtol=1e-5)
+    assert not out[11:].any()
+
+    backend.copy_block(2, 7)  # a decode that reads a copy in place of the middle block
+    moved = AttentionMetadata(
+        torch.tensor([0, 1], dtype=torch.int32),
+        torch.tensor([11], dtype=torch.int32),
+        torch.tensor([[6, 7, 5]], dtype=torch.int32),
+        slots[10:11],
+        1,
+        11,
+    )
+    torch.testing.assert_close(backend.attend(0, queries[10:11], moved), out[10:11])
+
+
+def test_reference_backend_rotates_part_of_a_head_in_pairs_or_halves() -> None:
+    spec = KVSpec(num_heads=1, num_kv_heads=1, head_dim=6, scale=1.0)
+    backend = ReferenceBackend(BLOCK_SIZE)
+    backend.allocate([spec], 1, torch.float32)
+    metadata = AttentionMetadata(
+        torch.tensor([0, 1], dtype=torch.int32),
+        torch.tensor([1], dtype=torch.int32),
+        torch.zeros(1, 1, dtype=torch.int32),
+        torch.zeros(1, dtype=torch.int64),
+        1,
+        1,
+    )
+    cos, sin = torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 0.0]])  # turn the first pair by a quarter
+    for interleaved, expected in ((False, [-3, 2, 1, 4, 5, 6]), (True, [-2, 1, 3, 4, 5, 6])):
+        whole = torch.arange(1.0, 7.0).repeat(1, 3, 1)  # query, key and value as views of one tensor
+        query, key, value = whole.split(1, dim=1)
+        backend.rope_and_write(0, query, key, value, cos, sin, interleaved, metadata)
+        assert query.flatten().tolist() == expected and key.flatten().tolist() == expected
+        assert backend.attend(0, query, metadata).flatten().tolist() == [1, 2, 3, 4, 5, 6]
