@@ -14,7 +14,7 @@ import orjson
 import torch
 
 from batchgen.engine.step import StepPlan, StepResult
-from batchgen.errors import ConfigError, NoInputError
+from batchgen.errors import BatchgenError, ConfigError, NoInputError
 from batchgen.loader import DTYPES, Model
 from batchgen.models.config import ModelConfig
 from batchgen.spec import EngineSpec, ModelSpec
@@ -196,14 +196,16 @@ def engine(
     before = engine.stats()
     engine.runner = timed
     began = time.perf_counter()
-    outputs = {done.key.row: done.token_ids for done in engine.generate(_requests(items))}
+    completions = {done.key.row: done for done in engine.generate(_requests(items))}
     seconds = time.perf_counter() - began
     stats = engine.stats()
-    wrong = [row for row, item in enumerate(items) if len(outputs[row]) != item.output_tokens]
-    if wrong:
-        raise ConfigError(f"workload row {wrong[0]}: {items[wrong[0]].output_tokens} tokens asked, context too short?")
+    for row, item in enumerate(items):
+        done = completions[row]
+        if len(done.token_ids) != item.output_tokens:
+            why = done.error.message if done.error else f"the context of {loaded.max_model_len} tokens is too short"
+            raise BatchgenError(f"workload row {row}: {len(done.token_ids)} of {item.output_tokens} tokens: {why}")
     if save:
-        Path(save).write_bytes(orjson.dumps([outputs[row].tolist() for row in range(len(items))]))
+        Path(save).write_bytes(orjson.dumps([completions[row].token_ids.tolist() for row in range(len(items))]))
     prompt_tokens = sum(len(item.prompt) for item in items)
     output_tokens = sum(item.output_tokens for item in items)
     floor = floor_seconds(loaded.config, DTYPES[loaded.dtype], timed, output_tokens, matmul_rate, memory_rate)

@@ -13,6 +13,7 @@ from batchgen.errors import ConfigError
 from batchgen.io import sources
 from batchgen.io.files import InputFile
 from batchgen.spec import JobSpec
+from batchgen.types import RowError
 
 DECLARED_TYPES: dict[str, tuple[pa.DataType, tuple[type, ...]]] = {  # what a JSON value must be to have the type
     "string": (pa.string(), (str,)),
@@ -20,15 +21,20 @@ DECLARED_TYPES: dict[str, tuple[pa.DataType, tuple[type, ...]]] = {  # what a JS
     "float64": (pa.float64(), (int, float)),
     "bool": (pa.bool_(), (bool,)),
     "json": (pa.string(), ()),
+    "text": (pa.string(), ()),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column on its way into the results. `declared` is the job file's type for it, if it gives one."""
+    """One column on its way into the results.
+
+    `form` says how values are written: "own" as the Arrow type they have, "text" as the text they are (or as JSON), or
+    as one of DECLARED_TYPES.
+    """
 
     field: pa.Field
-    declared: str | None = None
+    form: str
     is_id: bool = False
 
 
@@ -68,17 +74,17 @@ def input_fields(spec: JobSpec, files: Sequence[InputFile], formats: Sequence[st
     if names == "all":
         names = dict.fromkeys(_all_names(spec, files, formats, tables))
     columns = []
-    if id_name is not None:
-        _check_present(id_name, "input.id", files, tables, only_parquet)
-        kind = _common_type(id_name, tables) if only_parquet else pa.string()
-        columns.append(Column(pa.field(id_name, kind), is_id=True))
-    for name, declared in names.items():
-        _check_present(name, "output.columns", files, tables, only_parquet)
-        if declared is not None:
-            kind = DECLARED_TYPES[declared][0]
+    wanted = ([] if id_name is None else [(id_name, None, True)]) + [(*pair, False) for pair in names.items()]
+    for name, declared, is_id in wanted:
+        if only_parquet and not any(name in schema.names for schema in tables):
+            key, known = "input.id" if is_id else "output.columns", ", ".join(tables[0].names)
+            raise ConfigError(f"{key}: no input file has a column {name!r}; {files[0].path} has {known}")
+        common = _common_type(name, tables) if only_parquet and declared is None else None
+        if common is not None:
+            columns.append(Column(pa.field(name, common), "own", is_id))
         else:
-            kind = _common_type(name, tables) if only_parquet else pa.string()
-        columns.append(Column(pa.field(name, kind), declared))
+            form = "text" if is_id else declared or "json"
+            columns.append(Column(pa.field(name, DECLARED_TYPES[form][0]), form, is_id))
     return InputFields(tuple(columns))
 
 
@@ -96,22 +102,17 @@ def _all_names(
     return [name for name in names if name != spec.input.id]
 
 
-def _check_present(
-    name: str, key: str, files: Sequence[InputFile], tables: Sequence[pa.Schema], only_parquet: bool
-) -> None:
-    if only_parquet and not any(name in schema.names for schema in tables):
-        known = ", ".join(tables[0].names)
-        raise ConfigError(f"{key}: no input file has a column {name!r}; {files[0].path} has {known}")
-
-
-def _common_type(name: str, tables: Sequence[pa.Schema]) -> pa.DataType:
-    """The type that holds the column of every file; text, for JSON, where there is none."""
-    fields = [pa.schema([pa.field(name, schema.field(name).type)]) for schema in tables if name in schema.names]
+def _common_type(name: str, tables: Sequence[pa.Schema]) -> pa.DataType | None:
+    """The type that holds the column of every file; None where there is none."""
+    found = {schema.types[schema.names.index(name)] for schema in tables if name in schema.names}
     try:
-        kind = pa.unify_schemas(fields, promote_options="permissive").field(0).type
+        one_each = [pa.schema([pa.field(name, kind)]) for kind in found]
+        common = pa.unify_schemas(one_each, promote_options="permissive").field(0).type
     except (pa.ArrowInvalid, pa.ArrowTypeError):
-        return pa.string()
-    return pa.string() if pa.types.is_null(kind) else kind
+        return None
+    if pa.types.is_floating(common) and any(pa.types.is_integer(kind) and kind.bit_width > 32 for kind in found):
+        return None  # a long id would come out changed
+    return pa.string() if pa.types.is_null(common) else common
 
 
 class Carrier:
@@ -121,27 +122,28 @@ class Carrier:
         self._columns = fields.columns
         self.schema = pa.schema([column.field for column in fields.columns])
 
-    def take(self, chunk: sources.Chunk) -> tuple[pa.RecordBatch, dict[int, str]]:
-        """The chunk's carried columns (num_rows rows), and by place the rows with a value that does not fit."""
-        wrong: dict[int, str] = {}
+    def take(self, chunk: sources.Chunk) -> tuple[pa.RecordBatch, dict[int, RowError]]:
+        """The chunk's carried columns (num_rows rows), and by place the rows without an id or with a wrong value."""
+        if not chunk.rows:
+            return pa.RecordBatch.from_pylist([], self.schema), {}
+        wrong: dict[int, RowError] = {}
         arrays = [self._array(column, chunk, wrong) for column in self._columns]
         if not arrays:
             rows = pa.array([True] * len(chunk.rows))  # a batch without columns has no length of its own
             return pa.record_batch([rows], names=["row"]).select([]), wrong
         return pa.record_batch(arrays, schema=self.schema), wrong
 
-    def _array(self, column: Column, chunk: sources.Chunk, wrong: dict[int, str]) -> pa.Array:
+    def _array(self, column: Column, chunk: sources.Chunk, wrong: dict[int, RowError]) -> pa.Array:
         name, kind = column.field.name, column.field.type
-        if chunk.batch is not None and column.declared is None:
+        if column.is_id:
+            for place, row in enumerate(chunk.rows):
+                if row.values is not None and name not in row.values:
+                    wrong[place] = RowError("missing_column", f"the row has no column `{name}`, which input.id names")
+        if column.form == "own":
+            assert chunk.batch is not None  # all input is Parquet
             index = chunk.batch.schema.get_field_index(name)
-            if index < 0:
-                return pa.nulls(len(chunk.rows), kind)
-            array = chunk.batch.column(index)
-            if array.type == kind:
-                return array
-            if not pa.types.is_string(kind) or pa.types.is_large_string(array.type) or pa.types.is_null(array.type):
-                return array.cast(kind)
-        convert = _id_text if column.is_id else _converter(column.declared)
+            return pa.nulls(len(chunk.rows), kind) if index < 0 else chunk.batch.column(index).cast(kind)
+        convert = CONVERTERS.get(column.form) or _checked(column.form)
         values = []
         for place, row in enumerate(chunk.rows):
             value = None if row.values is None else row.values.get(name)
@@ -149,23 +151,22 @@ class Carrier:
                 values.append(None if value is None else convert(value))
             except ValueError as error:
                 values.append(None)
-                wrong.setdefault(place, f"column `{name}`: {error}")
+                wrong.setdefault(place, RowError("invalid_row", f"column `{name}`: {error}"))
         return pa.array(values, kind)
-
-
-def _id_text(value: Any) -> str:
-    return value if isinstance(value, str) else _json_text(value)
 
 
 def _json_text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _converter(declared: str | None) -> Callable[[Any], Any]:
+CONVERTERS: dict[str, Callable[[Any], Any]] = {
+    "json": _json_text,
+    "text": lambda value: value if isinstance(value, str) else _json_text(value),
+}
+
+
+def _checked(declared: str) -> Callable[[Any], Any]:
     """From a JSON value to one of the declared type; raises ValueError where it does not fit."""
-    if declared in (None, "json"):
-        return _json_text
-    assert declared is not None
     accepted = DECLARED_TYPES[declared][1]
 
     def convert(value: Any) -> Any:

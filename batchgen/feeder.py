@@ -24,7 +24,6 @@ from types import TracebackType
 from typing import Any
 
 import psutil
-import pyarrow as pa
 
 from batchgen import errors
 from batchgen.carry import input_fields
@@ -37,6 +36,13 @@ from batchgen.types import ShardRange
 READY_BATCHES = 8  # wait in the parent; each is at most 256 rows or about 1 MiB of input
 STUCK_SECONDS = 30.0  # of the child's processor time, without a sign of progress
 
+ENVIRONMENT = {
+    "TOKENIZERS_PARALLELISM": "false",
+    "RAYON_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "RUST_BACKTRACE": "0",  # a panic in the tokenizers library is a row's error
+}
+
 BOOT = """
 import signal, sys
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -45,14 +51,6 @@ sys.path[:] = sys.argv[4:]
 from batchgen.feeder_child import child_main
 child_main(*map(int, sys.argv[1:4]))
 """
-
-
-def carried_fields(
-    spec: JobSpec, files: Sequence[InputFile], formats: Sequence[str]
-) -> tuple[pa.Field | None, tuple[pa.Field, ...]]:
-    """The fields that `RowBatch.carried` will have: of the id, where the job names an id column, and of the others."""
-    fields = input_fields(spec, files, formats)
-    return fields.id, fields.carried
 
 
 class Feeder:
@@ -131,7 +129,8 @@ class Feeder:
         """Keep what is delivered, for a child that has to start in the middle."""
         if batch.end is not None and not batch.cut_off:
             self._task.done.setdefault(batch.file, {})[batch.shard] = batch.end
-        self._task = replace(self._task, resume=(batch.file, batch.first_row + batch.num_rows))
+        if batch.num_rows:
+            self._task = replace(self._task, resume=(batch.file, batch.first_row + batch.num_rows))
         if batch.last_of_file:
             self._task = replace(self._task, resume=(batch.file + 1, 0))
 
@@ -160,8 +159,7 @@ class _Child:
         self._state = State.create()
         reader, writer = os.pipe()
         self._pipe = Connection(reader, writable=False)
-        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
-        environment |= {"OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **ENVIRONMENT}
         paths = [os.path.abspath(path) for path in sys.path]
         try:
             self._process = subprocess.Popen(
@@ -254,4 +252,4 @@ def _rebuilt(name: str, message: str, reason: str | None, trace: str) -> Batchge
     return error
 
 
-__all__ = ["Feeder", "RowBatch", "carried_fields"]
+__all__ = ["Feeder", "RowBatch"]

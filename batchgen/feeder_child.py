@@ -60,6 +60,11 @@ class RowBatch:
     has_id: bool = False
     cut_off: bool = False
 
+    @property
+    def next_row(self) -> int:
+        """The row after this batch, and after the shard that it ends."""
+        return self.end.first_row + self.end.num_rows if self.end is not None else self.first_row + self.num_rows
+
     def noise_name(self, index: int) -> str:
         """What the row's random draws are named after: its id, or its place where it has none."""
         value = self.carried.column(0)[index].as_py() if self.has_id else None
@@ -202,7 +207,7 @@ class Worker:
             rows = max((shard.first_row + shard.num_rows for shard in known), default=0)
             if file.number >= task.resume[0]:
                 for batch in self._file(file, kind, left):
-                    rows = max(rows, batch.first_row + batch.num_rows)
+                    rows = max(rows, batch.next_row)
                     yield batch
             if left is not None:
                 left -= rows
@@ -272,7 +277,7 @@ class Worker:
         )
 
     def _prompts(
-        self, file: InputFile, rows: Sequence[sources.Row], wrong: Mapping[int, str]
+        self, file: InputFile, rows: Sequence[sources.Row], wrong: Mapping[int, RowError]
     ) -> list[Prompt | InvalidRow]:
         """Every row's prompt, or why it has none."""
         task, state = self.task, self.state
@@ -281,11 +286,10 @@ class Worker:
         with templates.memory_limit(RENDER_MEMORY):
             for place, row in enumerate(rows):
                 state.write(file.number, row.number, row.number)
-                if row.error is not None or row.values is None:
-                    problem = row.error or RowError("invalid_row", "the row cannot be read")
+                problem = row.error or wrong.get(place)
+                if problem is not None or row.values is None:
+                    problem = problem or RowError("invalid_row", "the row cannot be read")
                     results[place] = InvalidRow(problem.code, problem.message)
-                elif place in wrong:
-                    results[place] = InvalidRow("invalid_row", wrong[place])
                 elif (file.number, row.number) in task.hung:
                     message = "the prompt could not be made in reasonable time: rendering or encoding did not end"
                     results[place] = InvalidRow("template_error", message)

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -22,10 +23,11 @@ from batchgen.errors import ConfigError, DataError, Interrupted
 from batchgen.feeder import Feeder, RowBatch
 from batchgen.io import sinks, sources
 from batchgen.io.files import InputFile, Store, expand
+from batchgen.lease import HEARTBEAT_SECONDS
 from batchgen.ledger import Ledger
 from batchgen.metrics import Meter
 from batchgen.report import Progress, table
-from batchgen.spec import JobSpec
+from batchgen.spec import JobSpec, SamplingSpec
 from batchgen.tokenizer import Tokenizer
 from batchgen.types import Completion, InFlight, Request, RowError, RowKey, SamplingParams, ShardRange, TokenIds
 
@@ -142,26 +144,32 @@ def noise_key(seed: int, name: str) -> int:
 
 
 def fingerprint(spec: JobSpec, model: ModelLike | None = None) -> dict[str, Any]:
-    """What the results depend on, by section. Without `model`, only what the job file says."""
+    """What the results depend on, by section; without `model`, what the job file says of it.
+
+    Where files lie is not in it: model and tokenizer count by their content, the input too (which the ledger proves).
+    """
     sections: dict[str, Any] = {
         "task": spec.task,
-        "model": spec.model.model_dump(mode="json", include={"path", "revision", "quantization", "tokenizer"}),
-        "chat_template": spec.model.chat_template,
         "input": {"id": spec.input.id, "format": spec.input.format},
         "prompt": spec.prompt.model_dump(mode="json"),
         "sampling": spec.sampling.model_dump(mode="json"),
-        "kv_dtype": spec.engine.kv_dtype,
         "output": spec.output.model_dump(
             mode="json", include={"format", "columns", "token_ids", "skip_special_tokens"}
         ),
+        "engine": {"kv_dtype": spec.engine.kv_dtype},
     }
     if model is not None:
-        sections["content"] = {
-            "model": model.fingerprint(),
+        sections["model"] = {
+            "content": model.fingerprint(),
             "dtype": model.dtype,
             "max_model_len": model.max_model_len,
+            "sampling": _resolved(spec, model).model_dump(mode="json", include=set(SamplingSpec.FROM_MODEL)),
         }
     return sections
+
+
+def _resolved(spec: JobSpec, model: ModelLike) -> SamplingSpec:
+    return spec.sampling.with_defaults(model.generation_config)
 
 
 class _Start:
@@ -178,7 +186,7 @@ class _Start:
         self._spec, self._options, self.store, self._stop = spec, options, store, stop
         self._model_opener = model_opener
         self._began = time.monotonic()
-        self._limit = min((n for n in (options.limit, spec.input.limit) if n is not None), default=None)
+        self.limit = min((n for n in (options.limit, spec.input.limit) if n is not None), default=None)
 
     def run(self) -> dict[str, Any]:
         spec, store = self._spec, self.store
@@ -190,16 +198,17 @@ class _Start:
         def prove(number: int) -> str:
             return sources.content_proof(files[number], spec.input.storage_options)
 
-        success = ledger.read_success(store)
-        if success is not None:
+        record = ledger.read_job(store)
+        if (success := ledger.read_success(store)) is not None:
             if self._options.must_be_new:
                 raise ConfigError(f"{store.url}: --must-be-new, but this folder holds a finished run")
-            ledger.check_same(store, fingerprint=fingerprint(spec), inputs=listed, prove=prove)
+            same_model = record is not None and record["spec"]["model"] == spec.to_json()["model"]
+            now = fingerprint(spec, None if same_model else self._model_opener(spec))
+            ledger.check_same(store, fingerprint=now, inputs=listed, prove=prove)
             logger.info("%s: this run is finished already, nothing to do", store.url)
             return self._summary(success["counters"], status="done", complete=True, resumed=True)
         formats = [sources.detect(file, spec.input.format, spec.input.storage_options) for file in files]
-        model = self._model_opener(spec)
-        spec = spec.model_copy(update={"sampling": spec.sampling.with_defaults(model.generation_config)})
+        model = self._model_opener(_pinned(spec, record))
         with ExitStack() as stack:
             book = Ledger.open(
                 store,
@@ -218,13 +227,14 @@ class _Start:
                     "second worker away from this run",
                     store.url,
                 )
+            heart = stack.enter_context(_Heart(book))
             feeder = stack.enter_context(
-                Feeder(spec, files, formats, model.tokenizer_path, model.max_model_len, book.done, self._limit)
+                Feeder(spec, files, formats, model.tokenizer_path, model.max_model_len, book.done, self.limit)
             )
             meter = Meter(rows_before=book.totals().rows)
             progress = Progress(meter)
             stack.callback(progress.close)
-            loop = _Loop(self, spec, files, formats, book, feeder, model, meter, progress)
+            loop = _Loop(self, spec, files, formats, book, feeder, model, meter, progress, heart)
             loop.run()
             progress.close()
             return self._end(book, loop, meter)
@@ -245,7 +255,7 @@ class _Start:
     def _end(self, book: Ledger, loop: _Loop, meter: Meter) -> dict[str, Any]:
         seconds = time.monotonic() - self._began
         own = {"seconds": round(seconds, 3)}
-        if self._limit is None:
+        if self.limit is None:
             success = book.finish({"seconds_of_last_start": round(seconds, 3)})
             counters = success["counters"]
         else:
@@ -254,14 +264,51 @@ class _Start:
                 totals.add(results.counters())
             counters = totals.to_json()
         own["tokens_per_second"] = round(loop.tokens / max(loop.seconds, 1e-9), 1)
-        return self._summary(
-            counters, status="done", complete=self._limit is None, resumed=meter.rows_before > 0, **own
-        )
+        return self._summary(counters, status="done", complete=self.limit is None, resumed=meter.rows_before > 0, **own)
 
     def _summary(self, counters: Mapping[str, Any], **more: Any) -> dict[str, Any]:
         summary = {"name": self._spec.name, "output": self.store.url, **counters, **more}
         print(table(summary), file=sys.stderr)
         return summary
+
+
+def _pinned(spec: JobSpec, record: Mapping[str, Any] | None) -> JobSpec:
+    """With `dtype: auto`, the dtype of the first start: another machine would choose another, and other answers."""
+    if record is None or spec.model.dtype != "auto":
+        return spec
+    model = spec.model.model_copy(update={"dtype": record["fingerprint"]["model"]["dtype"]})
+    return spec.model_copy(update={"model": model})
+
+
+class _Heart(AbstractContextManager["_Heart"]):
+    """Beats beside everything else, so that neither loading a model nor a long step looks like death."""
+
+    def __init__(self, book: Ledger) -> None:
+        self._book = book
+        self._end = threading.Event()
+        self._fenced: Interrupted | None = None
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+
+    def _beat(self) -> None:
+        while not self._end.wait(HEARTBEAT_SECONDS):
+            try:
+                self._book.heartbeat()
+            except Interrupted as fenced:
+                self._fenced = fenced
+                return
+
+    def check(self) -> None:
+        """Raises Interrupted("fenced") where another worker has taken over."""
+        if self._fenced is not None:
+            raise self._fenced
+
+    def __enter__(self) -> _Heart:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._end.set()
+        self._thread.join()
 
 
 class _Loop:
@@ -278,14 +325,15 @@ class _Loop:
         model: ModelLike,
         meter: Meter,
         progress: Progress,
+        heart: _Heart,
     ) -> None:
         self._start, self._spec, self._ledger, self._feeder = start, spec, book, feeder
-        self._meter, self._progress = meter, progress
+        self._meter, self._progress, self._heart = meter, progress, heart
         fields = input_fields(spec, files, formats)
         self._schema = sinks.result_schema(id_field=fields.id, carried=fields.carried, token_ids=spec.output.token_ids)
         self._tokenizer = model.tokenizer
         self._engine = model.engine()
-        self._params = spec.sampling.params()
+        self._params = _resolved(spec, model).params()
         self._collector = Collector(self._params.n)
         self._done = book.done
         self._shards: dict[int, dict[int, ShardRange]] = {
@@ -313,7 +361,7 @@ class _Loop:
         self.seconds = time.monotonic() - self._began
         stats = self._engine.stats()
         self.tokens = stats.prompt_tokens + stats.output_tokens
-        self._judge_failures(total=self._meter.rows_done)
+        self._judge_failures()
 
     # -- rows in
 
@@ -396,13 +444,13 @@ class _Loop:
     def _tend(self) -> None:
         """What is to be done now and then; each part of it decides for itself whether it is time."""
         now = time.monotonic()
-        self._ledger.heartbeat()
+        self._heart.check()
         if now - self._ticked >= 1.0:
             self._ticked = now
             stats = self._engine.stats()
             self._meter.tick(stats.prompt_tokens, stats.output_tokens)
             self._progress.update(stats.kv_blocks_used / max(stats.kv_blocks_total, 1), stats.running)
-        self._judge_failures(total=None)
+        self._judge_failures()
         reason = self._start.reason_to_stop(self._engine.stats().output_tokens)
         if reason is not None:
             self._drain(reason)
@@ -417,25 +465,23 @@ class _Loop:
         why = "a limit of this start is reached" if reason == "limit" else f"{self._start.stop_name} received"
         raise Interrupted(f"{why}: progress is saved, {rows}; run the same command again to go on", reason=reason)
 
-    def _judge_failures(self, total: int | None) -> None:
-        """DataError when more rows failed than the job allows; `total` is the number of all rows once it is known."""
-        failed = sum(self._meter.failed.values())
+    def _judge_failures(self) -> None:
+        """DataError when more rows failed than the job allows. A share is one of all rows: a trial cannot pass it."""
+        failed, seen = sum(self._meter.failed.values()), self._meter.rows_done
         allowed = self._spec.errors.max_failed
+        if self._feeder.finished:
+            seen += self._collector.open_rows
         if isinstance(allowed, float):
-            if total is None and self._feeder.finished:
-                total = self._meter.rows_done + self._collector.open_rows
-            if total is None and self._meter.rows_done < ROWS_BEFORE_JUDGING:
+            known = self._feeder.finished or seen >= ROWS_BEFORE_JUDGING
+            if not known or self._start.limit is not None or failed <= allowed * seen:
                 return
-            limit = allowed * (total if total is not None else self._meter.rows_done)
-        else:
-            limit = allowed
-        if failed <= limit:
+        elif failed <= allowed:
             return
         codes = ", ".join(f"{code} {count:,}" for code, count in self._meter.failed.most_common())
         self._ledger.checkpoint(self._engine.snapshot())
         raise DataError(
-            f"{failed:,} of {self._meter.rows_done:,} rows failed so far, more than errors.max_failed ({allowed}) allows: "
-            f"{codes}. Finished rows are kept; mend the input, or allow more and run again"
+            f"{failed:,} of {seen:,} rows failed, more than errors.max_failed ({allowed}) allows: {codes}. Finished "
+            "rows are kept; mend the input, or allow more and run again"
         )
 
 
@@ -446,7 +492,7 @@ def preview(
     files = expand(spec.input.path, spec.input.storage_options, allow_empty=spec.input.allow_empty)
     formats = [sources.detect(file, spec.input.format, spec.input.storage_options) for file in files]
     model = model_opener(spec)
-    params = spec.sampling.with_defaults(model.generation_config).params()
+    params = _resolved(spec, model).params()
     with Feeder(spec, files, formats, model.tokenizer_path, model.max_model_len, {}, n) as feeder:
         engine = model.engine()
         while not feeder.finished:

@@ -202,6 +202,7 @@ class Ledger:
 
     def commit_index(self, file: int, shards: Sequence[ShardRange]) -> None:
         """Write down the shards of a file that has been read to its end."""
+        assert [(shard.file, shard.shard) for shard in shards] == [(file, number) for number in range(len(shards))]
         rows = sum(shard.num_rows for shard in shards)
         columns = ("first_row", "num_rows", "byte_start", "byte_end")
         table = [[getattr(shard, column) for column in columns] for shard in shards]

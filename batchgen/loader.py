@@ -31,7 +31,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 CPU_MAX_NUM_SEQS = 128
 CPU_MAX_BATCH_TOKENS = 1024
 KV_SHARE = 0.4  # of the memory that is free once the weights are loaded
-TYPICAL_CONTEXT = 2048  # tokens for which `kv_memory: auto` gives every running sample room, if the memory is there
+TYPICAL_CONTEXT = 1024  # tokens for which `kv_memory: auto` gives every running sample room, if the memory is there
 
 
 class Model:
@@ -64,9 +64,8 @@ class Model:
         return asked or most
 
     def fingerprint(self) -> str:
-        """SHA-256 over the checkpoint's configuration, headers and sampled tensors, and the tokenizer it goes with."""
-        own = self._checkpoint.fingerprint()
-        return own if self.tokenizer_path == self.path else f"{own}+{self.tokenizer.fingerprint()}"
+        """SHA-256 over the checkpoint's configuration, headers and sampled tensors, and over the tokenizer."""
+        return f"{self._checkpoint.fingerprint()}+{self.tokenizer.fingerprint()}"
 
     def engine(self) -> Engine:
         """Load the weights, make the KV pool and put the engine together."""
@@ -146,6 +145,8 @@ def make_backend(spec: EngineSpec, ops: native.Ops | None) -> AttentionBackend:
 
 def resolve_dtype(asked: str, stored: str) -> str:
     """`auto` is the stored dtype; on a CPU float32 for stored float16 and where bfloat16 instructions are missing."""
+    if asked == "float16":
+        raise ConfigError("model.dtype: float16 does not run on a CPU; expected auto, float32 or bfloat16")
     if asked != "auto":
         return asked
     if stored == "bfloat16" and torch.ops.mkldnn._is_mkldnn_bf16_supported():

@@ -195,6 +195,7 @@ class SamplingSpec(Section):
     """How answers are drawn and where they stop."""
 
     key = "sampling"
+    FROM_MODEL: ClassVar = ("temperature", "top_p", "top_k", "min_p")  # what `defaults: model` may fill in
     max_tokens: kinds.Natural | None = Field(
         description="Most tokens in one answer; null is what the prompt leaves of the context. There is no hidden cap."
     )
@@ -275,7 +276,7 @@ class SamplingSpec(Section):
                 f"{generation_config['repetition_penalty']}: not supported yet in this version; "
                 f"set sampling.repetition_penalty: 1.0 to run without it"
             )
-        named = {key: generation_config.get(key) for key in ("temperature", "top_p", "top_k", "min_p")}
+        named = {key: generation_config.get(key) for key in self.FROM_MODEL}
         if generation_config.get("do_sample") is False:
             named["temperature"] = 0.0
         elif generation_config.get("do_sample") is True and named["temperature"] is None:

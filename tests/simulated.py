@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from batchgen.engine.engine import Engine
 from batchgen.engine.step import EngineSettings, OutOfMemoryStep, StepPlan, StepResult
-from batchgen.types import Completion, Request
+from batchgen.types import Completion, Request, RowError
 
 VOCAB = 12
 EOS = frozenset({0})
@@ -231,8 +231,4 @@ def _digest(history: list[int]) -> bytes:
 
 
 def _with_code(completion: Completion, code: str) -> Completion:
-    from dataclasses import replace
-
-    from batchgen.types import RowError
-
     return replace(completion, error=RowError(code, ""))

@@ -15,6 +15,7 @@ from batchgen.carry import Carrier, InputFields, input_fields
 from batchgen.errors import ConfigError
 from batchgen.io import sources
 from batchgen.io.files import InputFile, expand
+from batchgen.types import RowError
 
 
 def job(folder: Path, columns: Any = (), id: str | None = None) -> spec.JobSpec:
@@ -34,7 +35,7 @@ def fields_of(folder: Path, columns: Any = (), id: str | None = None) -> tuple[I
     return input_fields(job(folder, columns, id), files, formats), files
 
 
-def carried(fields: InputFields, file: InputFile) -> tuple[pa.RecordBatch, dict[int, str]]:
+def carried(fields: InputFields, file: InputFile) -> tuple[pa.RecordBatch, dict[int, RowError]]:
     kind = sources.detect(file, "auto", {})
     names = list(fields.names) if kind == "parquet" else None
     chunks = sources.read_shards(file, kind, columns=names, shard_rows=None, done={}, storage_options={})
@@ -63,8 +64,8 @@ def test_parquet_columns_keep_their_types(tmp_path: Path) -> None:
 
 
 def test_types_over_all_parquet_files(tmp_path: Path) -> None:
-    nulls = pa.table({"d": pa.nulls(1), "n": pa.array([1], pa.int32()), "mixed": [1]})
-    values = pa.table({"n": pa.array([1.5]), "d": ["x"], "mixed": ["y"], "late": [True]})
+    nulls = pa.table({"d": pa.nulls(1), "n": pa.array([1], pa.int32()), "mixed": [1], "long": [72057594038135102]})
+    values = pa.table({"n": pa.array([1.5]), "d": ["x"], "mixed": ["y"], "long": [0.5], "late": [True]})
     pq.write_table(nulls, tmp_path / "1.parquet")
     pq.write_table(values, tmp_path / "2.parquet")
     fields, files = fields_of(tmp_path, "all")
@@ -72,11 +73,13 @@ def test_types_over_all_parquet_files(tmp_path: Path) -> None:
         ("d", pa.string()),
         ("n", pa.float64()),
         ("mixed", pa.string()),
+        ("long", pa.string()),
         ("late", pa.bool_()),
     ]
-    assert carried(fields, files[0])[0].to_pylist() == [{"d": None, "n": 1.0, "mixed": "1", "late": None}]
+    first, second = (carried(fields, file)[0].to_pylist() for file in files)
+    assert first == [{"d": None, "n": 1.0, "mixed": "1", "long": "72057594038135102", "late": None}]
     # where the files do not agree, everything is JSON text
-    assert carried(fields, files[1])[0].to_pylist() == [{"d": "x", "n": 1.5, "mixed": '"y"', "late": True}]
+    assert second == [{"d": "x", "n": 1.5, "mixed": '"y"', "long": "0.5", "late": True}]
 
 
 def test_json_columns_are_json_text(tmp_path: Path) -> None:
@@ -86,17 +89,19 @@ def test_json_columns_are_json_text(tmp_path: Path) -> None:
         '{"id": 12, "s": null, "b": false}',
         '{"id": 1.5}',
         "{",
+        '{"s": "no id"}',
     )
     fields, files = fields_of(tmp_path, ["s", "n", "o", "b"], id="id")
     batch, wrong = carried(fields, files[0])
-    assert not wrong and all(field.type == pa.string() for field in batch.schema)
+    assert all(field.type == pa.string() for field in batch.schema)
     assert batch.to_pydict() == {
-        "id": ["007", "12", "1.5", None],
-        "s": ['"abc"', None, None, None],
-        "n": ["72057594038135102", None, None, None],
-        "o": ['{"k": ["ä", null]}', None, None, None],
-        "b": [None, "false", None, None],
+        "id": ["007", "12", "1.5", None, None],
+        "s": ['"abc"', None, None, None, '"no id"'],
+        "n": ["72057594038135102", None, None, None, None],
+        "o": ['{"k": ["ä", null]}', None, None, None, None],
+        "b": [None, "false", None, None, None],
     }
+    assert wrong == {4: RowError("missing_column", "the row has no column `id`, which input.id names")}
 
 
 def test_declared_types(tmp_path: Path) -> None:
@@ -117,7 +122,7 @@ def test_declared_types(tmp_path: Path) -> None:
     batch, wrong = carried(fields, files[0])
     assert batch.slice(0, 1).to_pylist() == [{"s": "x", "i": 5, "f": 2.0, "b": True, "j": '"text"'}]
     assert sorted(wrong) == [1, 2, 3, 4, 5, 6]
-    assert wrong[2] == 'column `i`: "5" is no int64, which output.columns asks for'
+    assert wrong[2] == RowError("invalid_row", 'column `i`: "5" is no int64, which output.columns asks for')
     assert batch.slice(2, 1).to_pylist() == [dict.fromkeys(types)]
     assert batch.column("f")[7].as_py() == 2.5
 

@@ -137,7 +137,7 @@ def test_a_fault_at_any_operation_loses_and_doubles_nothing(part_format, fault):
     raise AssertionError("the job never ended")
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_many_faults_one_after_another(memory, seed):
     """A fault may hit what an earlier one left behind."""
     chance = random.Random(seed)
@@ -179,8 +179,8 @@ def test_a_worker_that_stood_still_is_fenced_wherever_it_stopped(part_format):
             return
 
 
-@pytest.mark.parametrize("part_format", ["parquet", "jsonl"])
-def test_kill_minus_nine_again_and_again(tmp_path, part_format):
+def test_kill_minus_nine_again_and_again(tmp_path):
+    part_format = "jsonl"  # the one with more places to be killed at
     witness, chance, starts = Witness(part_format), random.Random(0), 0
     store = Store(str(tmp_path / "run"))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
@@ -536,6 +536,9 @@ def test_tokens_in_flight_are_stored_once_each_and_chained_over_starts(memory):
     again = start(memory)
     again.checkpoint([flying(0, 1, 2, 3, 4)])
     again.checkpoint([flying(0, 1, 2, 3, 4, 5)])
+    names = memory.list(piece_folder(0))
+    rows += [pieces.decode(memory.read(name), read_job(memory)["digest"]).to_pylist() for name in names[2:]]
+    assert [(row["start"], row["token_ids"]) for row in rows[2] + rows[3]] == [(3, [4]), (4, [5])]
     assert taken(memory, 0) == (False, [1, 2, 3, 4, 5])
     assert taken(memory, 0, sample=1) == (False, [7])
     assert taken(memory, 1) is None

@@ -283,6 +283,11 @@ def test_config_defaults_are_the_reference_implementations() -> None:
     assert registry.read_config({**mistral, "sliding_window": None}).layers[1].window is None
     qwen = {**RAW, "architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 2}
     assert registry.read_config(qwen).layers[1] == KVSpec(4, 2, 128, 128**-0.5, window=None)
+    sliding = {**qwen, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+    assert [layer.window for layer in registry.read_config(sliding).layers] == [None, 9]
+    # dynamic scaling stretches from max_position_embeddings, whatever else is written beside it
+    dynamic = {**RAW, "rope_scaling": {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 8}}
+    assert dict(registry.read_config(dynamic).ropes[0].scaling)["original_max_position_embeddings"] == 256
 
 
 def test_eos_ids_join_those_of_the_generation_config(tmp_path: Path) -> None:
@@ -396,7 +401,7 @@ def test_reference_backend_window_and_soft_cap(window: int | None, soft_cap: flo
     backend.allocate([spec], 8, torch.float32)
     assert backend.bytes_per_block([spec, spec], torch.bfloat16) == 2 * 2 * BLOCK_SIZE * 2 * 8 * 2
     query, key, value = torch.randn(11, 6, 8), torch.randn(11, 2, 8), torch.randn(11, 2, 8)
-    table = torch.tensor([[6, 2, 5]], dtype=torch.int32)
+    table = torch.tensor([[7, 2, 5]], dtype=torch.int32)  # 7 is the last: where a careless -1 would land
     slots = torch.tensor([table[0, p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(11)] + [-1, -1])
     cos, sin = torch.ones(13, 4), torch.zeros(13, 4)
     pad = torch.full((2, 8, 8), 9.0)
@@ -411,11 +416,11 @@ def test_reference_backend_window_and_soft_cap(window: int | None, soft_cap: flo
     torch.testing.assert_close(out[:11].double(), dense_attention(query, key, value, spec), atol=1e-5, rtol=1e-5)
     assert not out[11:].any()
 
-    backend.copy_block(2, 7)  # a decode that reads a copy in place of the middle block
+    backend.copy_block(2, 6)  # a decode that reads a copy in place of the middle block
     moved = AttentionMetadata(
         torch.tensor([0, 1], dtype=torch.int32),
         torch.tensor([11], dtype=torch.int32),
-        torch.tensor([[6, 7, 5]], dtype=torch.int32),
+        torch.tensor([[7, 6, 5]], dtype=torch.int32),
         slots[10:11],
         1,
         11,

@@ -133,7 +133,7 @@ def test_a_crowd(depth: int) -> None:
         stats = engine.stats()
         for name in ("preemptions", "cached_tokens", "recomputed_tokens"):
             setattr(seen, name, getattr(seen, name) + getattr(stats, name))
-    assert seen.preemptions > 100 and seen.cached_tokens > 1000 and seen.recomputed_tokens > 100
+    assert seen.preemptions > 50 and seen.cached_tokens > 1000 and seen.recomputed_tokens > 100
 
 
 @hypothesis_settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -291,6 +291,14 @@ def test_stop_found_late_is_dropped_from_the_steps_in_flight() -> None:
         check(run(engine), requests, settings)
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_the_limit_is_known_before_the_tokens_are(depth: int) -> None:
+    engine, runner = make(SMALL, depth)
+    engine.add(request(0, [1, 2, 3], max_tokens=5, ignore_eos=True))
+    run(engine)
+    assert [plan.starts.tolist() for plan in runner.plans] == [[0], [3], [4], [5], [6]]
+
+
 def test_max_model_len_bounds_the_output() -> None:
     settings = EngineSettings(max_num_seqs=4, max_batch_tokens=64, num_blocks=64, block_size=4, max_model_len=10)
     engine, _ = make(settings)
@@ -365,7 +373,7 @@ def test_a_row_that_fails_alone_is_an_error_and_the_others_get_the_full_budget_b
 
     poison: set[int] = set()
     requests = [request(row, [row % 8 + 1] * 12, max_tokens=12, ignore_eos=True) for row in range(16)]
-    engine, runner = make(settings, fails=fails)
+    engine, _ = make(settings, fails=fails)
     for one in requests:
         engine.add(one)
     done = {c.key.row: c for c in run(engine)}
@@ -375,7 +383,7 @@ def test_a_row_that_fails_alone_is_an_error_and_the_others_get_the_full_budget_b
     for row, completion in done.items():
         if row not in bad:
             assert summary(completion) == summary(expected(requests[row], 0, settings))  # type: ignore[arg-type]
-    assert max(plan.num_tokens for plan in runner.plans[-12:]) >= 1
+    assert engine._scheduler._budget == settings.max_batch_tokens
 
 
 def test_a_halved_budget_grows_back() -> None:

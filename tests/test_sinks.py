@@ -252,6 +252,19 @@ def test_jsonl_counted_from_its_lines_gives_the_same_counters():
             count_jsonl(broken, "part", SHARD)
 
 
+@pytest.mark.parametrize("part_format", ["parquet", "jsonl"])
+def test_a_shard_without_rows_is_a_part_without_rows(part_format):
+    shard = ShardRange(0, 0, 0, 0, 0, 0)
+    batch = pa.record_batch([pa.array([], pa.string())], names=["note"])
+    schema = result_schema(id_field=None, carried=list(batch.schema), token_ids=True)
+    data = build(part_format, schema, make_results(shard=shard, inputs=[batch]))
+    if part_format == "parquet":
+        assert verify_parquet(data, "part").shard == shard
+        assert pq.read_table(io.BytesIO(data)).schema.equals(schema)
+    else:
+        assert data == b"" and count_jsonl(data, "part", shard) == Counters()
+
+
 def test_rows_out_of_order_are_never_written():
     results = make_results()
     results.completions = [results.completions[1], results.completions[0], *results.completions[2:]]

