@@ -51,11 +51,13 @@ ODD_ROWS: list[tuple[str, str, str | None]] = [
     ("ar", "chat", "رابط الصفحة https://example.org/a?b=1&c=2 لا يعمل على هاتف Kestrel X2 منذ يومين"),
     ("en", "chat", "👩🏾‍🚀🏳️‍🌈 e\u0301te\u0301 = été? ﬁne, 𝒎𝒂𝒕𝒉 and zero\u200bwidth, 10\u00a0km/h"),
     ("en", "chat", "ok 👍"),
+    ("fr", "chat", ""),  # the prompt around it is not empty, so it is answered
 ]
 BAD_ROWS: list[tuple[str, str, str | None]] = [
     ("en", "review", None),
     ("de", "ticket", None),
-    ("fr", "chat", ""),
+    ("ja", "review", None),
+    ("en", "note", None),
     # A log pasted into the form by mistake: more tokens than the demo's model can read.
     (
         "en",
