@@ -59,6 +59,7 @@ class RowBatch:
     last_of_file: bool
     has_id: bool = False
     cut_off: bool = False
+    share: float = 1.0  # of the file that is read, from 0 to 1
 
     @property
     def next_row(self) -> int:
@@ -274,6 +275,7 @@ class Worker:
             end=chunk.end,
             last_of_file=chunk.last,
             has_id=self.task.fields.id is not None,
+            share=chunk.share,
         )
 
     def _prompts(
@@ -336,4 +338,4 @@ def _part(chunk: sources.Chunk, rows: slice) -> sources.Chunk:
     """Some of a chunk's rows."""
     start, stop, _ = rows.indices(len(chunk.rows))
     batch = None if chunk.batch is None else chunk.batch.slice(start, max(0, stop - start))
-    return sources.Chunk(chunk.shard, chunk.rows[rows], chunk.end, chunk.last, batch)
+    return sources.Chunk(chunk.shard, chunk.rows[rows], chunk.end, chunk.last, batch, chunk.share)

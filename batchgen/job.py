@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
 from types import FrameType
@@ -103,13 +103,16 @@ def run(
     another job) and the other errors of `batchgen.errors`.
     """
     options = options or RunOptions()
-    store = store_opener(spec.output.path, spec.output.storage_options)
+    store = store_opener(spec.output.path, spec.output.storage_options, retries=spec.errors.retries)
     with StopSignal() as stop:
         return _Start(spec, options, store, model_opener, stop).run()
 
 
 class StopSignal(AbstractContextManager["StopSignal"]):
-    """The first SIGTERM, SIGINT or SIGUSR1 asks for a drain, which the loop sees in `name`."""
+    """SIGTERM, SIGINT and SIGUSR1 ask for a drain, which the loop sees in `name`.
+
+    A drain waits for nothing but the step that runs and the checkpoint, so a second signal has nothing to shorten.
+    """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -264,7 +267,7 @@ class _Start:
                 totals.add(results.counters())
             counters = totals.to_json()
         own["tokens_per_second"] = round(loop.tokens / max(loop.seconds, 1e-9), 1)
-        return self._summary(counters, status="done", complete=self.limit is None, resumed=meter.rows_before > 0, **own)
+        return self._summary(counters, status="done", complete=self.limit is None, resumed=book.epoch > 1, **own)
 
     def _summary(self, counters: Mapping[str, Any], **more: Any) -> dict[str, Any]:
         summary = {"name": self._spec.name, "output": self.store.url, **counters, **more}
@@ -311,6 +314,24 @@ class _Heart(AbstractContextManager["_Heart"]):
         self._thread.join()
 
 
+class _TotalRows:
+    """How many rows the input has, estimated from the part of it that is read."""
+
+    def __init__(self, files: Sequence[InputFile]) -> None:
+        self._sizes = {file.number: file.size for file in files}
+        self._seen: dict[int, tuple[int, float]] = {}  # by file: rows up to here, the share that they are
+
+    def note(self, batch: RowBatch) -> None:
+        if batch.share > 0:
+            self._seen[batch.file] = (batch.next_row, batch.share)
+
+    def estimate(self) -> int | None:
+        """None before anything is read. Files that are not begun count by their size."""
+        rows = sum(seen / share for seen, share in self._seen.values())
+        size = sum(self._sizes[file] for file in self._seen)
+        return round(rows * sum(self._sizes.values()) / size) if size else None
+
+
 class _Loop:
     """Reads, steps, commits and checkpoints until every row is in a part, or until there is a reason to stop."""
 
@@ -340,6 +361,7 @@ class _Loop:
             file: {shard: known for shard, known in shards.items() if known is not None}
             for file, shards in self._done.items()
         }
+        self._total = _TotalRows(files)
         self._saved = time.monotonic()
         self._ticked = 0.0
         self._began = time.monotonic()
@@ -375,6 +397,7 @@ class _Loop:
     def _admit(self, batch: RowBatch) -> None:
         if batch.shard not in self._done.get(batch.file, {}) and (batch.num_rows or batch.end is not None):
             self._collector.add(batch)
+        self._total.note(batch)
         failed = {index: RowError(code, message) for index, code, message in batch.errors}
         for index in range(batch.num_rows):
             key = RowKey(batch.file, batch.first_row + index)
@@ -449,6 +472,10 @@ class _Loop:
             self._ticked = now
             stats = self._engine.stats()
             self._meter.tick(stats.prompt_tokens, stats.output_tokens)
+            self._meter.total_is_exact = self._feeder.finished
+            self._meter.total_rows = (
+                self._meter.rows_done + self._collector.open_rows if self._feeder.finished else self._total.estimate()
+            )
             self._progress.update(stats.kv_blocks_used / max(stats.kv_blocks_total, 1), stats.running)
         self._judge_failures()
         reason = self._start.reason_to_stop(self._engine.stats().output_tokens)

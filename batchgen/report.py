@@ -76,7 +76,7 @@ def table(summary: Mapping[str, Any]) -> str:
     failed: Mapping[str, int] = summary["failed"]
     rows = [
         ("rows", f"{summary['rows']:,}"),
-        ("ok", f"{summary['rows'] - sum(failed.values()):,}"),
+        ("ok", f"{summary['rows'] - summary['rows_failed']:,}"),
         *((f"failed: {code}", f"{count:,}") for code, count in sorted(failed.items())),
         *((f"finish: {reason}", f"{count:,}") for reason, count in sorted(summary["finish_reasons"].items())),
         ("prompt tokens", f"{summary['prompt_tokens']:,}"),

@@ -371,7 +371,9 @@ class ErrorsSpec(Section):
         default=0.01,
         description="More failed rows than this, as a count (an integer) or a share of all rows, end the job.",
     )
-    retries: kinds.Natural = Field(default=2, description="More tries for a read or write of a store that fails.")
+    retries: kinds.Natural = Field(
+        default=2, description="More tries for a read or write of the output store that fails, with growing pauses."
+    )
     row_timeout: kinds.Duration | None = Field(default=None, description="Longest time for one row; null is none.")
 
 

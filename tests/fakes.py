@@ -143,8 +143,10 @@ class Died(BaseException):
 class FailingStore(Store):
     """A Store whose `at`-th writing operation fails: "before" it happens, "after" it (unacknowledged), or kills us."""
 
-    def __init__(self, url: str, storage_options: dict | None = None, *, at: int = 0, how: str = "before") -> None:
-        super().__init__(url, storage_options or {})
+    def __init__(
+        self, url: str, storage_options: dict | None = None, *, retries: int = 0, at: int = 0, how: str = "before"
+    ) -> None:
+        super().__init__(url, storage_options or {}, retries=retries)
         self.at, self.how, self.count = at, how, 0
 
     def _guard(self, operation: Callable[[], object]) -> object:

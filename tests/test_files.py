@@ -471,3 +471,23 @@ def test_local_path() -> None:
 def test_missing_input_is_named(tmp_path: Path) -> None:
     with pytest.raises(ObjectMissing, match=r"gone\.jsonl"):
         open_input(str(tmp_path / "gone.jsonl"), {})
+
+
+def test_a_failing_store_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(str(tmp_path), retries=2, pause=0.001)
+    whole, failures = os.link, [OSError(errno.EIO, "Input/output error")] * 2
+
+    def link(*names: str) -> None:
+        if failures:
+            raise failures.pop()
+        whole(*names)
+
+    monkeypatch.setattr("batchgen.io.files.os.link", link)
+    assert store.create("a", b"1") and store.read("a") == b"1"
+    failures[:] = [OSError(errno.EIO, "Input/output error")] * 3
+    with pytest.raises(StorageError, match="Input/output error"):
+        store.create("b", b"1")
+    failures[:] = [PermissionError(errno.EACCES, "Permission denied")]
+    with pytest.raises(PermissionDenied):
+        store.create("c", b"1")
+    assert not failures and store.list() == ["a"]

@@ -21,6 +21,7 @@ from fakes import CHATML, Died, FailingStore, FakeEngine, FakeModel, byte_tokeni
 
 from batchgen import job, spec
 from batchgen.errors import ConfigError, DataError, Interrupted
+from batchgen.feeder import Feeder
 from batchgen.io.files import Store
 from batchgen.ledger import peek
 
@@ -65,7 +66,9 @@ def start(a_job: spec.JobSpec, model: FakeModel, options: job.RunOptions | None 
         a_job,
         options,
         model_opener=lambda _: model,
-        store_opener=lambda url, extra: FailingStore(url, extra, **store) if store else Store(url, extra),
+        store_opener=lambda url, extra, retries: (
+            FailingStore(url, extra, **store) if store else Store(url, extra, retries=retries)
+        ),
     )
 
 
@@ -143,6 +146,23 @@ def test_another_job_in_the_folder_is_refused_by_name(
     # what does not change the results does not matter
     summary = start(job_of(tmp_path, rows, engine__max_num_seqs=3, errors__max_failed=5), FakeModel(model_folder))
     assert summary["rows"] == 20
+
+
+@pytest.mark.parametrize("names", [["a.parquet", "b.parquet"], ["a.jsonl", "b.jsonl"]])
+def test_the_number_of_rows_is_estimated_from_what_is_read(tmp_path: Path, model_folder: Path, names: list) -> None:
+    for place, name in enumerate(names):
+        write_rows(tmp_path / "in", 3000, name, start=10_000 + place * 3000)
+    a_job = job_of(tmp_path, tmp_path / "in", checkpoint__interval=60)
+    files = job.expand(a_job.input.path, {})
+    total = job._TotalRows(files)
+    assert total.estimate() is None
+    with Feeder(a_job, files, [names[0].rpartition(".")[2]] * 2, str(model_folder), 4096, {}, None) as feeder:
+        estimates = []
+        while not feeder.finished:
+            if (batch := feeder.get(timeout=1.0)) is not None:
+                total.note(batch)
+                estimates.append(total.estimate())
+    assert all(5000 < estimate < 7000 for estimate in estimates[4:]) and estimates[-1] == 6000
 
 
 def test_a_changed_input_is_refused(tmp_path: Path, model_folder: Path) -> None:

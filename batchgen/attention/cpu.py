@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
-from batchgen_kernels.cpu import Ops
+from batchgen_kernels.cpu import Ops, zeros
 
 from batchgen.attention.base import AttentionMetadata
 from batchgen.errors import ModelError
@@ -13,7 +14,7 @@ from batchgen.models.config import KVSpec
 
 
 class CpuAttention:
-    """Layers of equal shape share their work items. `block_size` is a multiple of 16."""
+    """Layers of equal shape share a step's work items. `block_size` is one of batchgen_kernels.cpu.BLOCK_SIZES."""
 
     name = "cpu"
 
@@ -26,17 +27,21 @@ class CpuAttention:
         self._items: dict[tuple[int, int, int | None], torch.Tensor] = {}
 
     def bytes_per_block(self, layers: Sequence[KVSpec], dtype: torch.dtype) -> int:
-        return sum(2 * self.block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize for spec in layers)
+        return sum(math.prod(self._pool_shape(1, spec)) for spec in layers) * dtype.itemsize
 
     def allocate(self, layers: Sequence[KVSpec], num_blocks: int, dtype: torch.dtype) -> None:
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise ModelError(f"the native CPU attention keeps keys and values in float32 or bfloat16, not in {dtype}")
+        self._layers = tuple(layers)
+        self._pools = [zeros(self._pool_shape(num_blocks, spec), dtype) for spec in layers]
+
+    def _pool_shape(self, num_blocks: int, spec: KVSpec) -> tuple[int, int, int]:
         try:
-            shapes = [
-                self._ops.pool_shape(num_blocks, spec.num_kv_heads, spec.head_dim, self.block_size) for spec in layers
-            ]
+            if spec.num_heads % spec.num_kv_heads:
+                raise ValueError(f"num_heads {spec.num_heads}: expected a multiple of the {spec.num_kv_heads} KV heads")
+            return self._ops.pool_shape(num_blocks, spec.num_kv_heads, spec.head_dim, self.block_size)
         except ValueError as error:
             raise ModelError(f"the native CPU attention cannot serve this model: {error}") from None
-        self._layers = tuple(layers)
-        self._pools = [torch.empty(shape, dtype=dtype).zero_() for shape in shapes]  # touched: no surprise later
 
     def rope_and_write(
         self,

@@ -9,17 +9,24 @@ from __future__ import annotations
 import contextlib
 import errno
 import fnmatch
+import logging
 import os
+import random
 import re
 import stat
 import threading
+import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, BinaryIO, ClassVar, NamedTuple, cast
+from typing import Any, BinaryIO, ClassVar, NamedTuple, TypeVar, cast
 
 from batchgen.errors import BatchgenError, ConfigError, DataError, NoInputError, PermissionDenied, StorageError
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 REMOTE_BLOCK_BYTES = 1 << 20  # read ahead of a remote file: streams well, and a sampled read costs little more
 NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
@@ -341,10 +348,14 @@ class Store:
     these methods and stands for itself, so that a wrapper can fail or stop any of them.
     """
 
-    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, url: str, storage_options: Mapping[str, Any] | None = None, *, retries: int = 0, pause: float = 0.5
+    ) -> None:
+        """An operation that fails is tried `retries` times more, after `pause` seconds and twice as long each time."""
         self.url = url
         self._root = local_path(url) or url
         self._disk = _disk(url, storage_options or {})
+        self._pauses = [pause * 2**n for n in range(retries)]
         self.atomic_create = self._disk.atomic_create
 
     def path(self, name: str = "") -> str:
@@ -352,35 +363,47 @@ class Store:
         assert not name or all(part not in {"", ".", ".."} for part in name.split("/")), name
         return f"{self._root.rstrip('/')}/{name}" if name else self._root
 
+    def _try(self, name: str, operation: Callable[[str], _T]) -> _T:
+        """Every operation may be repeated: one that took effect unnoticed finds its own work (see `create`)."""
+        path = self.path(name)
+        for pause in self._pauses:
+            try:
+                with naming(path):
+                    return operation(path)
+            except ObjectMissing:
+                raise
+            except StorageError as error:
+                logger.warning("%s; trying again", error)
+                time.sleep(pause * random.uniform(0.75, 1.25))  # so that workers do not come back all at once
+        with naming(path):
+            return operation(path)
+
     def create(self, name: str, data: bytes) -> bool:
-        """Give `name` these bytes, whole and durable, if it has none yet; False if it has."""
-        with naming(path := self.path(name)):
-            return self._disk.create(path, data)
+        """Give `name` these bytes, whole and durable, if it has none yet; False if it has.
+
+        These may be our own, of a try that failed after it took effect: who needs to know compares them.
+        """
+        return self._try(name, lambda path: self._disk.create(path, data))
 
     def replace(self, name: str, data: bytes) -> None:
         """Give `name` these bytes whatever it had before; a reader sees the old or the new ones, never a mixture."""
-        with naming(path := self.path(name)):
-            self._disk.replace(path, data)
+        self._try(name, lambda path: self._disk.replace(path, data))
 
     def read(self, name: str) -> bytes:
-        with naming(path := self.path(name)):
-            return self._disk.read(path)
+        return self._try(name, self._disk.read)
 
     def open(self, name: str) -> BinaryIO:
         """For reading a part of it: seekable."""
-        with naming(path := self.path(name)):
-            return self._disk.open(path)
+        return self._try(name, self._disk.open)
 
     def exists(self, name: str) -> bool:
-        with naming(path := self.path(name)):
-            return self._disk.stat(path) is not None
+        return self._try(name, self._disk.stat) is not None
 
     def size(self, name: str) -> int:
-        with naming(path := self.path(name)):
-            entry = self._disk.stat(path)
-            if entry is None or entry.size is None:
-                raise FileNotFoundError(name)
-            return entry.size
+        entry = self._try(name, self._disk.stat)
+        if entry is None or entry.size is None:
+            raise ObjectMissing(f"{self.path(name)}: no such file")
+        return entry.size
 
     def list(self, prefix: str = "") -> list[str]:
         """All files under the folder `prefix`, at any depth, as sorted names; [] where there is no such folder.
@@ -389,12 +412,7 @@ class Store:
         folders = [prefix.strip("/")]
         while folders:
             folder = folders.pop()
-            with naming(path := self.path(folder)):
-                try:
-                    entries = self._disk.ls(path)
-                except (FileNotFoundError, NotADirectoryError):
-                    continue
-            for entry in entries:
+            for entry in self._try(folder, self._entries):
                 if not entry.name.startswith("."):
                     name = f"{folder}/{entry.name}" if folder else entry.name
                     if entry.kind == "folder":
@@ -403,10 +421,15 @@ class Store:
                         found.append(name)
         return sorted(found)
 
+    def _entries(self, path: str) -> Sequence[_Entry]:
+        try:
+            return self._disk.ls(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return ()
+
     def delete(self, name: str) -> None:
         """Remove `name`; nothing happens where it is missing."""
-        with naming(path := self.path(name)):
-            self._disk.delete(path)
+        self._try(name, self._disk.delete)
 
     def sweep(self) -> None:
         """Remove what this object staged and could not remove at once. Others' staged files are never touched."""

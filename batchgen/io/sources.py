@@ -86,7 +86,7 @@ class Chunk:
 
     `end` is set on the last chunk of a shard. `last` says that the file is read to its end; the chunk that says it has
     no rows where the file is empty or its last shard was skipped. `batch` is the same rows as Arrow, where the format
-    has columns: carried columns are taken from it unchanged.
+    has columns: carried columns are taken from it unchanged. `share` is how much of the file is read, from 0 to 1.
     """
 
     shard: int
@@ -94,6 +94,7 @@ class Chunk:
     end: ShardRange | None
     last: bool
     batch: pa.RecordBatch | None = None
+    share: float = 1.0
 
 
 def read_shards(
@@ -260,6 +261,11 @@ class _Stream:
         data: bytes = self._source.read(min(size, UNPACKED_BLOCK_BYTES) if self.compression else size)
         return data
 
+    def share(self, offset: int, size: int) -> float:
+        """How much of a file of `size` bytes is read when the text is read up to `offset`: an estimate where it is
+        compressed, because blocks are read ahead."""
+        return min((self._raw.tell() if self.compression else offset) / max(size, 1), 1.0)
+
     def seek(self, offset: int) -> None:
         assert not self.compression
         self._raw.seek(offset)
@@ -331,7 +337,7 @@ def _read_jsonl(
                 if closed or (wanted and full):
                     place = ShardRange(file.number, shard, first_row, row - first_row, start, end) if closed else None
                     finished = ahead is None
-                    yield Chunk(shard, rows, place, finished)
+                    yield Chunk(shard, rows, place, finished, share=stream.share(end, file.size))
                     rows, chunk_start = [], end
             shard, start = shard + 1, end
     if not finished:
@@ -445,7 +451,7 @@ def _read_parquet(
             if known is not None and (known.first_row, known.num_rows) != (place.first_row, place.num_rows):
                 raise _changed(file, place.shard, f"row {known.first_row}", f"row {place.first_row}")
             if place.shard in done and known is None:
-                yield Chunk(place.shard, [], place, False)
+                yield Chunk(place.shard, [], place, False, share=0.0)
         for number in range(metadata.num_row_groups):
             group = metadata.row_group(number)
             group_end = row + group.num_rows
@@ -471,7 +477,8 @@ def _read_parquet(
                     if place.shard not in done:
                         finished = row == metadata.num_rows
                         end = place if row == place_end else None
-                        yield Chunk(place.shard, _batch_rows(piece, first_row), end, finished, piece)
+                        rows = _batch_rows(piece, first_row)
+                        yield Chunk(place.shard, rows, end, finished, piece, row / metadata.num_rows)
             if row != group_end:
                 raise DataError(f"{file.path}: row group {number} holds {row - group_end:+} rows against its footer")
     if not finished:

@@ -1,1 +1,1 @@
-"""The ops a decoder needs beside matmul: `cpu` holds them natively, `reference` in plain torch with equal signatures."""
+"""The ops a decoder needs beside matmul: natively in `cpu`, in plain torch with equal signatures in `reference`."""

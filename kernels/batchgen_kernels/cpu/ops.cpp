@@ -29,6 +29,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+#include <utility>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -203,10 +205,10 @@ void bg_attention(int level, int threads, int bf16, const void* query, long quer
                   const int32_t* context_lens, const int32_t* items, long num_items, int num_heads, int num_kv_heads,
                   int head_dim, int block_size, float scale, float soft_cap, int window, long num_seqs,
                   long num_tokens) {
-    const Attention work{query,        query_token,  query_head, out,       static_cast<const uint32_t*>(pool),
-                         block_table,  table_row,    query_starts, context_lens, items,
-                         num_heads,    num_kv_heads, head_dim,   block_size, scale,
-                         soft_cap,     window};
+    const Attention work{query,       query_token,  query_head,   out,          static_cast<const uint32_t*>(pool),
+                         block_table, table_row,    query_starts, context_lens, items,
+                         num_heads,   num_kv_heads, head_dim,     block_size,   scale,
+                         soft_cap,    window};
     const auto kernel = LEVELS[level]->attention[bf16];
     const long row_bytes = static_cast<long>(num_heads) * head_dim * (bf16 ? 2 : 4);
     const long used = query_starts[num_seqs];
@@ -230,11 +232,25 @@ void bg_attention(int level, int threads, int bf16, const void* query, long quer
 void bg_rope_and_write(int level, int threads, int bf16, void* query, long query_token, long query_head, void* key,
                        long key_token, long key_head, const void* value, long value_token, long value_head,
                        const float* cosine, const float* sine, const int64_t* slots, long num_tokens, void* pool,
-                       int num_heads, int num_kv_heads, int head_dim, int rotary_dim, int block_size,
-                       int interleaved) {
-    const Rope work{query,      key,        value,     query_token, query_head,   key_token,
-                    key_head,   value_token, value_head, cosine,      sine,         slots,
-                    static_cast<uint32_t*>(pool), num_heads, num_kv_heads, head_dim, rotary_dim, block_size,
+                       int num_heads, int num_kv_heads, int head_dim, int rotary_dim, int block_size, int interleaved) {
+    const Rope work{query,
+                    key,
+                    value,
+                    query_token,
+                    query_head,
+                    key_token,
+                    key_head,
+                    value_token,
+                    value_head,
+                    cosine,
+                    sine,
+                    slots,
+                    static_cast<uint32_t*>(pool),
+                    num_heads,
+                    num_kv_heads,
+                    head_dim,
+                    rotary_dim,
+                    block_size,
                     interleaved};
     const auto kernel = LEVELS[level]->rope[bf16];
     split(threads, num_tokens, 8, [&](long begin, long end) { kernel(work, begin, end); });
@@ -247,8 +263,7 @@ void bg_rms_norm(int level, int threads, int bf16, const void* x, long x_token, 
     split(threads, num_tokens * heads, 1 + 16384 / dim, [&](long begin, long end) { kernel(work, begin, end); });
 }
 
-void bg_gate(int level, int threads, int bf16, int gelu, const void* gate_up, long row, void* out, long rows,
-             int dim) {
+void bg_gate(int level, int threads, int bf16, int gelu, const void* gate_up, long row, void* out, long rows, int dim) {
     const Gate work{gate_up, row, out, dim};
     const auto kernel = gelu ? LEVELS[level]->gelu[bf16] : LEVELS[level]->silu[bf16];
     split(threads, rows, 1 + 8192 / dim, [&](long begin, long end) { kernel(work, begin, end); });
@@ -271,7 +286,7 @@ namespace BG_NAMESPACE {
 // ---- vectors of W lanes ---------------------------------------------------------------------------------------
 
 constexpr int W = BG_LEVEL >= 2 ? 16 : BG_LEVEL == 1 ? 8 : 4;
-constexpr int ROWS = 6;                       // of a register tile: ROWS x VECTORS sums + VECTORS loads + 1
+constexpr int ROWS = 6;                         // of a register tile: ROWS x VECTORS sums + VECTORS loads + 1
 constexpr int VECTORS = BG_LEVEL >= 2 ? 4 : 2;  // fit 32 registers with AVX-512, 16 without
 
 typedef float Floats __attribute__((vector_size(W * 4)));
@@ -373,9 +388,9 @@ inline void write(uint16_t* to, Floats v, long left) {
 inline Floats rounded(const float*, Floats v) { return v; }
 inline Floats rounded(const uint16_t*, Floats v) { return floats(halves(v)); }
 
-// 2 ** x: exact at 0, exactly 0 far below, relative error 1e-7 between, at most 2 ** 127; a NaN stays one.
+// 2 ** x with a relative error of 1e-7: exact at 0, exactly 0 far below it, infinity from 128 on; a NaN stays one.
 inline Floats exp2(Floats x) {
-    x = minimum(splat(127.0f), maximum(splat(-160.0f), x));
+    x = minimum(splat(160.0f), maximum(splat(-160.0f), x));
 #if BG_LEVEL >= 2
     const Floats whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
@@ -393,7 +408,7 @@ inline Floats exp2(Floats x) {
     return _mm512_scalef_ps(y, whole);
 #else
     const Floats scaled = (Floats)((Lanes)y + ((Lanes)shifted << 23));
-    return x < -126.0f ? Floats{} : x == x ? scaled : x;
+    return x < -126.0f ? Floats{} : x < 128.0f ? scaled : x + splat(INFINITY);
 #endif
 }
 
@@ -418,6 +433,17 @@ inline Floats log(Floats x) {
 }
 
 constexpr float LOG2_E = 1.44269504088896341f;
+
+// call(n) with n, one of 1 .. Most, as a compile-time constant.
+template <int Most, class Call>
+inline void choose(int n, const Call& call) {
+    if constexpr (Most > 0) {
+        if (n == Most)
+            call(std::integral_constant<int, Most>{});
+        else
+            choose<Most - 1>(n, call);
+    }
+}
 
 // ---- the product: rows x vectors of sums ------------------------------------------------------------------------
 
@@ -463,9 +489,7 @@ struct Pairs {  // bfloat16 by the pairwise dot product
         }
     }
     static inline void pack(const Number* from, int n, Left* to) { std::memcpy(to, from, n * sizeof(Number)); }
-    static inline void pack(Floats first, Floats second, Left* to) {
-        store(to, _mm512_cvtne2ps_pbh(second, first));
-    }
+    static inline void pack(Floats first, Floats second, Left* to) { store(to, _mm512_cvtne2ps_pbh(second, first)); }
 };
 #else
 struct Pairs {  // bfloat16 widened: a lane's low half is its first number, its high half the second
@@ -499,26 +523,21 @@ struct Pairs {  // bfloat16 widened: a lane's low half is its first number, its 
 };
 #endif
 
-// Where the next tile of keys and values lies. A decode reads each of them once, block by block all over memory, which
-// the hardware does not foresee; so every step of a product also asks for the lines that the next tile's same step
-// will read. (Asking in another order than they are read in, or for all at once, is no better than not asking.)
-struct Soon {
-    const uint32_t* const* lanes;
-    int count;
+// A decode reads every key and value once, block by block all over memory, which the hardware does not foresee: so
+// each step of a product also asks for what will be read LEAD steps later. A piece is the 256 bytes a step of the
+// usual shape reads; lists of pieces say where the reading goes on behind a product's own end.
+constexpr int LEAD = 24;
+constexpr int PIECE = 64;  // lanes
 
-    // Part `index` of `parts` even ones.
-    Soon part(int index, int parts) const {
-        const int begin = count * index / parts;
-        return {lanes + begin, count * (index + 1) / parts - begin};
-    }
+inline void fetch(const uint32_t* piece) {
+    for (int line = 0; line < PIECE; line += 16) __builtin_prefetch(piece + line);
+}
 
-    template <int Lines>
-    void fetch(long offset) const {
-        for (int i = 0; i < count; ++i)
-#pragma GCC unroll 8
-            for (int line = 0; line < Lines; ++line) __builtin_prefetch(lanes[i] + offset + line * 16, 0, 2);
-    }
-};
+// The first LEAD pieces of `count` blocks that are read side by side.
+inline void list_pieces(const uint32_t* const* blocks, int count, const uint32_t** pieces) {
+    for (int i = 0, offset = 0; i < LEAD; offset += PIECE)
+        for (int b = 0; b < count && i < LEAD; ++b) pieces[i++] = blocks[b] + offset;
+}
 
 // Loads the V vectors of a step, into registers: the compiler would rather read them again for every row.
 template <class Right, int V, class From>
@@ -534,13 +553,20 @@ inline void load_right(Right (&right)[V], const From& from) {
     }
 }
 
-// out[r][v * W ...] = the scores of R rows with V vectors of keys.
+// out[r][v * W ...] = the scores of R rows with V vectors of keys. `pieces` are read next; null where another row's
+// product has fetched everything already.
 template <class E, int R, int V>
 __attribute__((noinline)) void score(const typename E::Left* left, const uint32_t* const* keys, long stride, int steps,
-                                     Soon soon, float* out) {
+                                     const uint32_t* const* pieces, float* out) {
     Floats sums[R][V] = {};
+    const int turn = std::max(0, steps - LEAD);
     for (int k = 0; k < steps; ++k) {
-        soon.fetch<1>(k * stride);
+        if (pieces) {
+            if (k >= turn)
+                fetch(pieces[k - turn]);
+            else
+                for (int v = 0; v < V; v += 16 / W) __builtin_prefetch(keys[v] + (k + LEAD) * stride);
+        }
         typename E::Right right[V];
         load_right(right, [&](int v) { return keys[v] + k * stride; });
         E::template step<R, V>(sums, left + k * E::PER_STEP, right);
@@ -556,13 +582,14 @@ struct Run {  // value rows that lie one after the other, and the weights that g
     const uint32_t* values;
     const Left* left;
     int steps;
-    Soon soon;
 };
 
 // out[r][v * W ...] = out * decay[r] + weights x values, for R rows and V vectors of dimensions from `column` on.
+// `pieces` are the runs' own and then what is read next; null where nothing is to be fetched.
 template <class E, int R, int V>
-__attribute__((noinline)) void accumulate(const Run<typename E::Left>* runs, int num_runs, int column, long stride,
-                                          const float* decay, float* out) {
+__attribute__((noinline)) void accumulate(const Run<typename E::Left>* runs, int num_runs, int column, int stride,
+                                          const float* decay, const uint32_t* const* pieces, float* out) {
+    int read = LEAD * PIECE, piece = LEAD;
     Floats sums[R][V];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
@@ -572,7 +599,8 @@ __attribute__((noinline)) void accumulate(const Run<typename E::Left>* runs, int
         const uint32_t* values = runs[i].values + column;
         const typename E::Left* left = runs[i].left;
         for (int k = 0; k < runs[i].steps; ++k) {
-            runs[i].soon.template fetch<(V * W + 15) / 16>(column + k * stride);
+            if (pieces)
+                for (read += stride; (piece + 1) * PIECE <= read; ++piece) fetch(pieces[piece]);
             typename E::Right right[V];
             load_right(right, [&](int v) { return values + k * stride + v * W; });
             E::template step<R, V>(sums, left + k * E::PER_STEP, right);
@@ -591,9 +619,14 @@ struct Item {
     int sequence, kv_head, first, rows, group, start, past, window;
 
     Item(const Attention& a, const int32_t* item)
-        : sequence(item[0]), kv_head(item[1]), first(item[2]), rows(item[3]), group(a.num_heads / a.num_kv_heads),
+        : sequence(item[0]),
+          kv_head(item[1]),
+          first(item[2]),
+          rows(item[3]),
+          group(a.num_heads / a.num_kv_heads),
           start(a.query_starts[sequence]),
-          past(a.context_lens[sequence] - (a.query_starts[sequence + 1] - start)), window(a.window) {}
+          past(a.context_lens[sequence] - (a.query_starts[sequence + 1] - start)),
+          window(a.window) {}
 
     int token(int row) const { return start + (first + row) / group; }
     int head(int row) const { return kv_head * group + (first + row) % group; }
@@ -618,34 +651,49 @@ struct Tile {  // up to ROWS query rows against one tile of keys
     alignas(64) float scores[ROWS * KEY_TILE];
     alignas(64) Left weights[ROWS * E::STRIDE];
     alignas(64) uint32_t last_pair[MAX_DIM];
-    const uint32_t *blocks[KEY_TILE / 16], *soon_blocks[KEY_TILE / 16];
+    const uint32_t *blocks[KEY_TILE / 16], *next_blocks[KEY_TILE / 16];
+    const uint32_t* pieces[KEY_TILE * MAX_DIM / PIECE + LEAD];  // of the values, then of the next tile's keys
     float decay[ROWS];
+
+    // Lists the pieces of the values of the first `keys` keys and then of the next tile, if there is one.
+    void list_values(int keys, int block, long block_keys, int width, int num_next) {
+        int count = 0;
+        for (int b = 0; b * block < keys; ++b) {
+            const int lanes = std::min(block, keys - b * block) * width / E::PER_LANE;
+            for (int lane = 0; lane < lanes; lane += PIECE) pieces[count++] = blocks[b] + block_keys + lane;
+        }
+        if (num_next > 0)
+            list_pieces(next_blocks, std::min(num_next, blocks_per_call(block)), pieces + count);
+        else
+            std::fill(pieces + count, pieces + count + LEAD, pieces[count - 1]);
+    }
+
+    static int blocks_per_call(int block) { return std::max(1, VECTORS * W / block); }
 
     // The scores of the key vectors [v, end).
     template <int R>
-    void score_keys(const Left* queries, int v, int end, int block, int steps, int num_soon) {
-        const uint32_t *keys[KEY_TILE / W], *soon_keys[KEY_TILE / 16];
+    void score_keys(const Left* queries, int v, int end, int block, int steps, bool ahead) {
+        const uint32_t *keys[KEY_TILE / W], *next[LEAD];
         for (int i = v; i < end; ++i) keys[i] = blocks[i * W / block] + i * W % block;
-        const Soon soon{soon_keys, num_soon * block / 16};
-        for (int i = 0; i < soon.count; ++i) soon_keys[i] = soon_blocks[i * 16 / block] + i * 16 % block;
-        const int calls = (end - v + VECTORS - 1) / VECTORS;
-        int call = 0;
-        for (; v + VECTORS <= end; v += VECTORS)
-            score<E, R, VECTORS>(queries, keys + v, block, steps, soon.part(call++, calls), scores + v * W);
-        switch (end - v) {
-            case 3: return score<E, R, 3>(queries, keys + v, block, steps, soon.part(call, calls), scores + v * W);
-            case 2: return score<E, R, 2>(queries, keys + v, block, steps, soon.part(call, calls), scores + v * W);
-            case 1: return score<E, R, 1>(queries, keys + v, block, steps, soon.part(call, calls), scores + v * W);
+        for (; v + VECTORS < end; v += VECTORS) {
+            if (ahead) {
+                const int b = (v + VECTORS) * W / block, rest = (end * W - 1) / block + 1 - b;
+                list_pieces(blocks + b, std::min(rest, blocks_per_call(block)), next);
+            }
+            score<E, R, VECTORS>(queries, keys + v, block, steps, ahead ? next : nullptr, scores + v * W);
         }
+        choose<VECTORS>(end - v, [&](auto vectors) {
+            score<E, R, vectors()>(queries, keys + v, block, steps, ahead ? pieces : nullptr, scores + v * W);
+        });
     }
 
     // Adds what the keys [key, end) give; `block_keys` is the lanes of a block's keys, `width` those of a value row.
     template <int R>
-    void add_values(int key, int end, int block, long block_keys, int width, int num_soon, float* out) {
+    void add_values(int key, int end, int block, long block_keys, int width, bool ahead, float* out) {
         Run<Left> runs[KEY_TILE / 16 + 1];
         int num_runs = 0;
         const auto add = [&](const uint32_t* values, int first, int keys) {
-            runs[num_runs++] = {values, weights + first * E::PER_STEP / E::PER_LANE, keys / E::PER_LANE, {}};
+            runs[num_runs++] = {values, weights + first * E::PER_STEP / E::PER_LANE, keys / E::PER_LANE};
         };
         const auto row = [&](int k) { return blocks[k / block] + block_keys + k % block / E::PER_LANE * width; };
         const int odd = end % E::PER_LANE;
@@ -658,17 +706,11 @@ struct Tile {  // up to ROWS query rows against one tile of keys
             for (int d = 0; d < width; ++d) last_pair[d] = values[d] & 0xffffu;
             add(last_pair, end - 1, 2);
         }
-        const uint32_t* soon_values[KEY_TILE / 16];
-        for (int i = 0; i < num_soon; ++i) soon_values[i] = soon_blocks[i] + block_keys;
-        for (int i = 0; i < num_runs; ++i) runs[i].soon = Soon{soon_values, num_soon}.part(i, num_runs);
-        int c = 0;
-        for (; c + VECTORS * W <= width; c += VECTORS * W)
-            accumulate<E, R, VECTORS>(runs, num_runs, c, width, decay, out + c);
-        switch ((width - c) / W) {
-            case 3: return accumulate<E, R, 3>(runs, num_runs, c, width, decay, out + c);
-            case 2: return accumulate<E, R, 2>(runs, num_runs, c, width, decay, out + c);
-            case 1: return accumulate<E, R, 1>(runs, num_runs, c, width, decay, out + c);
-        }
+        const uint32_t* const* fetched = ahead ? pieces : nullptr;  // by the first pass over the columns
+        for (int c = 0; c < width; c += VECTORS * W, fetched = nullptr)
+            choose<VECTORS>(std::min(VECTORS, (width - c) / W), [&](auto vectors) {
+                accumulate<E, R, vectors()>(runs, num_runs, c, width, decay, fetched, out + c);
+            });
     }
 
     // cap * tanh(scale * x / cap) = cap - 2 cap / (exp(2 scale x / cap) + 1)
@@ -737,42 +779,32 @@ void attention(const Attention& a, const int32_t* item_words, const int32_t* nex
     const int keys_end = item.keys_end(item.rows - 1);
     for (int base = item.tiles_begin(); base < keys_end; base += KEY_TILE) {
         item.find_blocks(a, lanes, base, tile.blocks);
-        int soon = 0;
+        int num_next = 0;
         if (base + KEY_TILE < keys_end) {
-            soon = item.find_blocks(a, lanes, base + KEY_TILE, tile.soon_blocks);
+            num_next = item.find_blocks(a, lanes, base + KEY_TILE, tile.next_blocks);
         } else if (next_words) {
             const Item next(a, next_words);
-            soon = next.find_blocks(a, lanes, next.tiles_begin(), tile.soon_blocks);
+            num_next = next.find_blocks(a, lanes, next.tiles_begin(), tile.next_blocks);
         }
-        for (int part = 0; part < parts; ++part, soon = 0) {
+        tile.list_values(std::min(KEY_TILE, keys_end - base), block, block_keys, width, num_next);
+        for (int part = 0; part < parts; ++part) {
             const int row = item.rows * part / parts, count = item.rows * (part + 1) / parts - row;
             const int begin = std::max(0, item.keys_begin(row) - base);
             const int end = std::min(KEY_TILE, item.keys_end(row + count - 1) - base);
             if (end <= begin) continue;
             const int first = begin / W, last = (end + W - 1) / W;
-            const auto* left = queries + row * E::STRIDE;
-            switch (count) {
-                case 1: tile.template score_keys<1>(left, first, last, block, steps, soon); break;
-                case 2: tile.template score_keys<2>(left, first, last, block, steps, soon); break;
-                case 3: tile.template score_keys<3>(left, first, last, block, steps, soon); break;
-                case 4: tile.template score_keys<4>(left, first, last, block, steps, soon); break;
-                case 5: tile.template score_keys<5>(left, first, last, block, steps, soon); break;
-                case 6: tile.template score_keys<6>(left, first, last, block, steps, soon); break;
-            }
+            const bool ahead = part == 0;  // the first part's reading serves the others
+            choose<ROWS>(count, [&](auto r) {
+                tile.template score_keys<r()>(queries + row * E::STRIDE, first, last, block, steps, ahead);
+            });
             for (int r = 0; r < count; ++r) {
                 if (a.soft_cap > 0) tile.cap(tile.scores + r * KEY_TILE, first, last, a.soft_cap, a.scale);
                 tile.soften(r, first, last, item.keys_begin(row + r) - base, item.keys_end(row + r) - base, factor,
                             peaks[row + r], sums[row + r]);
             }
-            float* out = outputs + row * width;
-            switch (count) {
-                case 1: tile.template add_values<1>(first * W, end, block, block_keys, width, soon, out); break;
-                case 2: tile.template add_values<2>(first * W, end, block, block_keys, width, soon, out); break;
-                case 3: tile.template add_values<3>(first * W, end, block, block_keys, width, soon, out); break;
-                case 4: tile.template add_values<4>(first * W, end, block, block_keys, width, soon, out); break;
-                case 5: tile.template add_values<5>(first * W, end, block, block_keys, width, soon, out); break;
-                case 6: tile.template add_values<6>(first * W, end, block, block_keys, width, soon, out); break;
-            }
+            choose<ROWS>(count, [&](auto r) {
+                tile.template add_values<r()>(first * W, end, block, block_keys, width, ahead, outputs + row * width);
+            });
         }
     }
     for (int r = 0; r < item.rows; ++r) {
@@ -935,23 +967,39 @@ inline void philox(Lanes (&c)[4], uint32_t key0, uint32_t key1) {
     }
 }
 
+// The lanes of the first or the second half of a and b, alternating.
+template <int Half, int... I>
+inline Lanes zip(Lanes a, Lanes b, std::integer_sequence<int, I...>) {
+#if defined(__clang__) || __GNUC__ >= 12
+    return __builtin_shufflevector(a, b, (I % 2 * W + Half * W / 2 + I / 2)...);
+#else
+    return Lanes{(I % 2 ? b : a)[Half * W / 2 + I / 2]...};
+#endif
+}
+
+template <int Half>
+inline Lanes zip(Lanes a, Lanes b) {
+    return zip<Half>(a, b, std::make_integer_sequence<int, W>{});
+}
+
 void gumbel(const Gumbel& a, long begin, long end) {
+    Lanes numbers;
+    for (int i = 0; i < W; ++i) numbers[i] = static_cast<uint32_t>(i);
     for (long row = begin; row < end; ++row) {
         const uint64_t key = static_cast<uint64_t>(a.keys[row]);
         float* out = a.out + row * a.vocab;
         for (int first = 0; first < a.vocab; first += 4 * W) {
-            Lanes c[4] = {};
-            for (int i = 0; i < W; ++i) c[0][i] = static_cast<uint32_t>(first / 4 + i);
-            c[1] = splat(static_cast<uint32_t>(a.positions[row]));
-            c[2] = splat(static_cast<uint32_t>(a.samples[row]));
+            Lanes c[] = {numbers + static_cast<uint32_t>(first / 4), splat(static_cast<uint32_t>(a.positions[row])),
+                         splat(static_cast<uint32_t>(a.samples[row])), Lanes{}};
             philox(c, static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32));
-            alignas(64) float drawn[4 * W];
-            for (int j = 0; j < 4; ++j) {
-                const Floats uniform = (__builtin_convertvector((Ints)(c[j] >> 9), Floats) + 0.5f) * 0x1p-23f;
-                const Floats noise = -log(-log(uniform));
-                for (int i = 0; i < W; ++i) drawn[4 * i + j] = noise[i];
+            const Lanes even[] = {zip<0>(c[0], c[2]), zip<1>(c[0], c[2])};
+            const Lanes odd[] = {zip<0>(c[1], c[3]), zip<1>(c[1], c[3])};
+            const Lanes words[] = {zip<0>(even[0], odd[0]), zip<1>(even[0], odd[0]),  // by token
+                                   zip<0>(even[1], odd[1]), zip<1>(even[1], odd[1])};
+            for (int j = 0; j < 4 && first + j * W < a.vocab; ++j) {
+                const Floats uniform = (__builtin_convertvector((Ints)(words[j] >> 9), Floats) + 0.5f) * 0x1p-23f;
+                write(out + first + j * W, -log(-log(uniform)), a.vocab - first - j * W);
             }
-            std::memcpy(out + first, drawn, sizeof(float) * std::min(4 * W, a.vocab - first));
         }
     }
 }

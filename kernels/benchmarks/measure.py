@@ -1,0 +1,55 @@
+"""Timing for the benchmarks: the best of several runs, native beside twin, one JSON line each."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from batchgen_kernels import cpu
+
+
+def parse() -> tuple[cpu.Ops, torch.dtype]:
+    """The command line that every benchmark has: which instruction set and which numbers."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--isa", choices=cpu.ISAS, help="default: the machine's best")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    given = parser.parse_args()
+    ops = cpu.load()
+    if ops is None:
+        parser.error("the native ops were not built: pip install -e . or python setup.py build_ext --inplace")
+    return (ops.with_isa(given.isa) if given.isa else ops), getattr(torch, given.dtype)
+
+
+def seconds(run: Callable[[], object], budget: float = 0.5, most: int = 200) -> float:
+    """The shortest of as many runs as fit the budget, at least 3, after one to warm up."""
+    run()
+    times: list[float] = []
+    while len(times) < 3 or (sum(times) < budget and len(times) < most):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def report(
+    op: str, case: str, runs: Mapping[str, Callable[[], object]], *, num_bytes: float, flops: float = 0, calls: int = 1
+) -> None:
+    """Print a line per implementation; a run is `calls` calls, which move `num_bytes` and compute `flops` each."""
+    for name, run in runs.items():
+        taken = seconds(run) / calls
+        line = {"op": op, "case": case, "by": name, "threads": torch.get_num_threads(), "ms": round(taken * 1e3, 4)}
+        line["GB/s"] = round(num_bytes / taken / 1e9, 1)
+        if flops:
+            line["GFLOP/s"] = round(flops / taken / 1e9, 1)
+        print(json.dumps(line), flush=True)
+
+
+def report_machine(dtype: torch.dtype) -> None:
+    """What there is to be had: the rate of a large matmul, and of reading memory."""
+    a, b = torch.randn(2048, 2048).to(dtype), torch.randn(2048, 2048).to(dtype)
+    report("machine", "matmul 2048", {"torch": lambda: a @ b}, num_bytes=3 * a.nbytes, flops=2 * 2048**3)
+    large = torch.ones(1 << 28)
+    report("machine", "read 1 GiB", {"torch": large.sum}, num_bytes=large.nbytes)

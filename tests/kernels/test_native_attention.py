@@ -1,0 +1,244 @@
+"""Native paged attention and rope_and_write against their plain-torch twins, at every instruction set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+
+import pytest
+import torch
+from batchgen_kernels import cpu, reference
+
+OPS = cpu.load()
+pytestmark = pytest.mark.skipif(OPS is None, reason="the native ops were not built")
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+
+
+def machine_isas() -> tuple[str, ...]:
+    return cpu.ISAS[: cpu.ISAS.index(OPS.isa) + 1] if OPS else ("portable",)
+
+
+@pytest.fixture(params=machine_isas())
+def ops(request: pytest.FixtureRequest) -> cpu.Ops:
+    assert OPS is not None
+    return OPS.with_isa(request.param)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """On a busy machine, threads that wait for each other would take minutes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@dataclass
+class Model:
+    """One layer: its shape, and how far rotary embedding reaches."""
+
+    num_heads: int = 6
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    rotary_dim: int | None = None
+    interleaved: bool = False
+    window: int | None = None
+    soft_cap: float | None = None
+    block_size: int = 32
+    dtype: torch.dtype = torch.float32
+
+
+class Cache:
+    """A pool with sequences whose blocks lie scattered in it; feeds tokens that depend on (sequence, position) only."""
+
+    def __init__(self, ops: cpu.Ops | ModuleType, model: Model, lengths: list[int], fill: float = 0.0) -> None:
+        self.ops, self.model = ops, model
+        blocks = [-(-n // model.block_size) for n in lengths]
+        order = torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(3)).int()
+        self.table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
+        for row, ids in zip(self.table, order.split(blocks), strict=True):
+            row[: len(ids)] = ids
+        shape = ops.pool_shape(sum(blocks), model.num_kv_heads, model.head_dim, model.block_size)
+        self.pool = torch.full(shape, fill, dtype=model.dtype)
+        width = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+        generator = torch.Generator().manual_seed(5)
+        self.tokens = [torch.randn(n, width, generator=generator).to(model.dtype) for n in lengths]
+
+    def step(self, chunks: list[tuple[int, int, int]], padding: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Feed (sequence, first, end) of some sequences -> rotated queries and keys, and the attention's output."""
+        model = self.model
+        fused = torch.cat([self.tokens[s][a:b] for s, a, b in chunks] + [torch.ones(padding, self.tokens[0].shape[1])])
+        fused = fused.to(model.dtype)
+        heads = fused.view(len(fused), -1, model.head_dim)
+        query, key, value = heads.split((model.num_heads, model.num_kv_heads, model.num_kv_heads), dim=1)
+        positions = torch.cat([torch.arange(a, b) for _, a, b in chunks] + [torch.zeros(padding, dtype=torch.long)])
+        owners = torch.cat([torch.full((b - a,), s) for s, a, b in chunks])
+        live = positions[: len(owners)]
+        slots = self.table[owners, live // model.block_size].long() * model.block_size + live % model.block_size
+        slots = torch.cat([slots, torch.full((padding,), -1)])
+        half = (model.rotary_dim or model.head_dim) // 2
+        angles = positions[:, None] * torch.logspace(0, -3, half)
+        cos, sin = angles.cos(), angles.sin()
+        size = model.block_size
+        self.ops.rope_and_write(
+            query, key, value, cos, sin, slots, self.pool, block_size=size, interleaved=model.interleaved
+        )
+        starts = torch.tensor([0] + [b - a for _, a, b in chunks]).cumsum(0).int()
+        context = torch.tensor([b for _, _, b in chunks], dtype=torch.int32)
+        items = self.ops.attention_items(starts, context, model.num_heads, model.num_kv_heads, model.window)
+        out = self.ops.paged_attention(
+            query,
+            self.pool,
+            self.table[[s for s, _, _ in chunks]],
+            starts,
+            context,
+            items,
+            block_size=size,
+            scale=model.head_dim**-0.5,
+            window=model.window,
+            soft_cap=model.soft_cap,
+        )
+        return heads[:, : model.num_heads + model.num_kv_heads], out
+
+
+MODELS = [
+    Model(),
+    Model(num_heads=9, num_kv_heads=3, head_dim=64),
+    Model(num_heads=4, num_kv_heads=4, head_dim=128, block_size=16),
+    Model(num_heads=7, num_kv_heads=1, head_dim=80, rotary_dim=32),
+    Model(num_heads=2, num_kv_heads=1, head_dim=256, block_size=64),
+    Model(num_heads=50, num_kv_heads=1, head_dim=6, rotary_dim=4, interleaved=True, block_size=128),
+    Model(num_heads=8, num_kv_heads=2, head_dim=24, interleaved=True, window=37),
+    Model(window=1, soft_cap=3.0),
+    Model(num_heads=5, num_kv_heads=1, window=130, soft_cap=20.0, block_size=16),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_ragged_batch_equals_twin(ops: cpu.Ops, model: Model, dtype: torch.dtype) -> None:
+    model = Model(**{**vars(model), "dtype": dtype})
+    lengths = [1, 45, 33, 290, 128, 64]
+    fast, plain = Cache(ops, model, lengths), Cache(reference, model, lengths)
+    steps = [
+        [(1, 0, 44), (3, 0, 130), (4, 0, 127), (5, 0, 5)],
+        [(3, 130, 289), (0, 0, 1), (1, 44, 45), (2, 0, 33), (4, 127, 128), (5, 5, 64)],
+        [(3, 289, 290)],
+    ]
+    for chunks in steps:
+        (states, out), (wanted_states, wanted) = fast.step(chunks, padding=3), plain.step(chunks, padding=3)
+        tolerance = TOLERANCE[dtype]
+        torch.testing.assert_close(states, wanted_states, atol=tolerance, rtol=tolerance / 2)
+        torch.testing.assert_close(out, wanted, atol=tolerance, rtol=tolerance)
+        assert not out[-3:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_row_has_the_same_bits_alone_in_a_batch_in_chunks_and_decoded(
+    ops: cpu.Ops, dtype: torch.dtype, window: int | None
+) -> None:
+    model = Model(num_heads=9, num_kv_heads=3, head_dim=64, window=window, dtype=dtype)
+    lengths = [205, 70, 131]
+    alone = Cache(ops, model, lengths).step([(0, 0, 205)])[1]
+    batched = Cache(ops, model, lengths).step([(1, 0, 70), (0, 0, 205), (2, 0, 131)])[1][70:275]
+    chunked = Cache(ops, model, lengths)
+    parts = [chunked.step([(0, a, b), (1, a // 3, b // 3)])[1][: b - a] for a, b in [(0, 7), (7, 120), (120, 129)]]
+    parts += [chunked.step([(2, p - 129, p - 128), (0, p, p + 1)])[1][1:] for p in range(129, 205)]
+    assert torch.equal(alone, batched)
+    assert torch.equal(alone, torch.cat(parts))
+
+
+def test_threads_change_nothing(ops: cpu.Ops) -> None:
+    model = Model(num_heads=9, num_kv_heads=3, head_dim=64, dtype=torch.bfloat16)
+    chunks = [(s, 0, n) for s, n in enumerate([50, 3, 140])]
+    single = Cache(ops, model, [50, 3, 140]).step(chunks)[1]
+    torch.set_num_threads(3)
+    several = Cache(ops, model, [50, 3, 140]).step(chunks)[1]
+    assert torch.equal(single, several)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 127, 129])
+def test_what_an_earlier_owner_left_in_a_block_does_not_matter(ops: cpu.Ops, dtype: torch.dtype, length: int) -> None:
+    model = Model(dtype=dtype)
+    clean, stale = Cache(ops, model, [length]), Cache(ops, model, [length], fill=float("nan"))
+    assert torch.equal(clean.step([(0, 0, length)])[1], stale.step([(0, 0, length)])[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nan_stays_in_its_sequence_and_is_not_hidden(ops: cpu.Ops, dtype: torch.dtype) -> None:
+    model = Model(dtype=dtype)
+    cache, clean = Cache(ops, model, [40, 40]), Cache(ops, model, [40, 40])
+    cache.tokens[0][20] = float("nan")
+    broken, right = cache.step([(0, 0, 40), (1, 0, 40)])[1], clean.step([(0, 0, 40), (1, 0, 40)])[1]
+    assert broken[20:40].isnan().all()
+    assert torch.equal(broken[40:], right[40:])
+
+
+def test_large_scores_do_not_overflow(ops: cpu.Ops) -> None:
+    model = Model(dtype=torch.float32)
+    fast, plain = Cache(ops, model, [150]), Cache(reference, model, [150])
+    for cache in (fast, plain):
+        cache.tokens[0] *= 60
+    chunk = [(0, 0, 150)]
+    torch.testing.assert_close(fast.step(chunk)[1], plain.step(chunk)[1], atol=0.3, rtol=1e-2)
+
+
+def test_items_cover_every_row_once(ops: cpu.Ops) -> None:
+    starts = torch.tensor([0, 1, 1, 300, 307], dtype=torch.int32)
+    context = torch.tensor([90, 5, 310, 7], dtype=torch.int32)
+    items = ops.attention_items(starts, context, 10, 2, window=16)
+    seen = [(s, h, row) for s, h, first, rows in items.tolist() for row in range(first, first + rows)]
+    lengths = [1, 0, 299, 7]
+    assert sorted(seen) == [(s, h, row) for s in range(4) for h in range(2) for row in range(lengths[s] * 5)]
+    assert items[:, 3].max() <= 48
+
+
+def test_empty_batch(ops: cpu.Ops) -> None:
+    starts = torch.zeros(1, dtype=torch.int32)
+    none = torch.zeros(0, dtype=torch.int32)
+    items = ops.attention_items(starts, none, 6, 2)
+    pool = torch.zeros(ops.pool_shape(1, 2, 32, 32))
+    out = ops.paged_attention(
+        torch.ones(4, 6, 32), pool, none.view(0, 1), starts, none, items, block_size=32, scale=1.0
+    )
+    assert out.shape == (4, 6, 32) and not out.any()
+
+
+def test_wrong_tensors_are_named(ops: cpu.Ops) -> None:
+    with pytest.raises(ValueError, match="head_dim 33: expected an even number up to 256"):
+        ops.pool_shape(1, 1, 33, 32)
+    with pytest.raises(ValueError, match="block_size 48: expected one of 16, 32, 64, 128"):
+        ops.pool_shape(1, 1, 32, 48)
+    pool = torch.zeros(ops.pool_shape(2, 2, 32, 32))
+    starts, context = torch.tensor([0, 2], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+    table, items = torch.zeros(1, 1, dtype=torch.int32), ops.attention_items(starts, context, 6, 2)
+    query = torch.ones(2, 6, 32)
+
+    def attend(**changes: object) -> None:
+        given = {"query": query, "pool": pool, "block_table": table, "query_starts": starts, "context_lens": context}
+        ops.paged_attention(**{**given, "items": items, "block_size": 32, "scale": 1.0, **changes})  # type: ignore[arg-type]
+
+    with pytest.raises(ValueError, match="query: expected float32 or bfloat16"):
+        attend(query=query.half())
+    with pytest.raises(ValueError, match=r"pool: expected torch.float32 \(2, 2, 2048\)"):
+        attend(pool=pool[:, :, :-1])
+    with pytest.raises(ValueError, match=r"query: expected a contiguous last dimension"):
+        attend(query=torch.ones(2, 32, 6).transpose(1, 2))
+    with pytest.raises(ValueError, match=r"context_lens: expected torch.int32 \(1,\) on the CPU, got torch.int64"):
+        attend(context_lens=context.long())
+    with pytest.raises(ValueError, match="num_heads 7: expected a multiple of the 2 KV heads"):
+        attend(query=torch.ones(2, 7, 32))
+    with pytest.raises(ValueError, match="window 0"):
+        attend(window=0)
+    with pytest.raises(ValueError, match="cos: expected at most 16 columns for head_dim 32, got 20"):
+        key, angles, slots = torch.ones(2, 2, 32), torch.ones(2, 20), torch.zeros(2, dtype=torch.int64)
+        ops.rope_and_write(query, key, key, angles, angles, slots, pool, block_size=32)
+
+
+def test_unknown_isa_is_refused() -> None:
+    assert OPS is not None
+    with pytest.raises(ValueError, match="instruction set 'sse2': this machine has portable"):
+        OPS.with_isa("sse2")
