@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from batchgen import __version__
+from batchgen import __version__, share_cores
 from batchgen.errors import BatchgenError, ExitCode, Interrupted, UsageError
 
 # Every command imports what it needs when it runs: `--help`, `validate` and `status` answer at once.
@@ -27,6 +27,7 @@ def main(args: Sequence[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a row may hold what the terminal cannot show
+    share_cores()
     state = {"debug": False}
     try:
         code = cli.main(args, prog_name="batchgen", standalone_mode=False, obj=state)
