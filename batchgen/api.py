@@ -12,10 +12,15 @@ from batchgen.errors import ConfigError
 from batchgen.job import noise_key
 from batchgen.loader import Model
 from batchgen.prompts import PromptBuilder
-from batchgen.spec import EngineSpec, ModelSpec, PromptSpec, SamplingSpec
+from batchgen.spec import EngineSpec, ModelSpec, PromptSpec, SamplingSpec, validated
 from batchgen.types import Completion, Request, RowKey
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+
+def _here(key: tuple[str, ...]) -> str:
+    """Where a setting stands, for errors."""
+    return "Engine"
 
 
 class Engine:
@@ -34,7 +39,9 @@ class Engine:
             raise ConfigError(f"Engine: unknown setting {sorted(unknown)[0]!r}, expected one of {', '.join(known)}")
         of_model = {key: value for key, value in settings.items() if key in ModelSpec.model_fields}
         of_engine = {key: value for key, value in settings.items() if key in EngineSpec.model_fields}
-        self._model = Model(ModelSpec(path=model, **of_model), EngineSpec(**of_engine))
+        self._model = Model(
+            validated(ModelSpec, {"path": model, **of_model}, _here), validated(EngineSpec, of_engine, _here)
+        )
         self.tokenizer = self._model.tokenizer
         self._engine = self._model.engine()
         self._next_row = 0
@@ -45,7 +52,8 @@ class Engine:
         Its row number counts up from 0. `name` takes the place of the row's id: what random draws are named after.
         Raises InvalidRow where the prompt cannot be used, ConfigError where a sampling key cannot.
         """
-        spec = SamplingSpec(**{"max_tokens": 256, **sampling}).with_defaults(self._model.generation_config)
+        given = validated(SamplingSpec, {"max_tokens": 256, **sampling}, _here)
+        spec = given.with_defaults(self._model.generation_config)
         is_ids = not isinstance(prompt, str) and all(isinstance(item, (int, np.integer)) for item in prompt)
         column = "prompt" if isinstance(prompt, str) else "token_ids" if is_ids else "messages"
         source = PromptSpec(token_ids=column) if is_ids else PromptSpec(column=column)

@@ -189,7 +189,6 @@ def engine(
     engine = loaded.engine()
     load_seconds = time.perf_counter() - began
     timed = TimedRunner(engine.runner)
-    matmul_rate, memory_rate = measure_roofline(DTYPES[loaded.dtype])
     warm = [Item(np.full(48, 100 + i, np.int32), 4) for i in range(2)]
     for _ in engine.generate(_requests(warm)):
         pass
@@ -208,6 +207,8 @@ def engine(
         Path(save).write_bytes(orjson.dumps([completions[row].token_ids.tolist() for row in range(len(items))]))
     prompt_tokens = sum(len(item.prompt) for item in items)
     output_tokens = sum(item.output_tokens for item in items)
+    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    matmul_rate, memory_rate = measure_roofline(DTYPES[loaded.dtype])
     floor = floor_seconds(loaded.config, DTYPES[loaded.dtype], timed, output_tokens, matmul_rate, memory_rate)
     return {
         "bench": "engine",
@@ -232,7 +233,7 @@ def engine(
         "cached_tokens": stats.cached_tokens - before.cached_tokens,
         "recomputed_tokens": stats.recomputed_tokens - before.recomputed_tokens,
         "host_share": round(1 - timed.seconds / seconds, 4),
-        "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        "peak_rss_mib": peak_mib,
     }
 
 

@@ -222,9 +222,9 @@ def preview(job: str, params: dict[str, str], overrides: tuple[str, ...], rows: 
     """Show the first prompts of JOB as the model sees them, and its answers. Writes nothing."""
     spec = _load(job, params, overrides)
     _show_logs()
-    from batchgen import job as jobs
+    from batchgen.preview import preview as answers
 
-    for answer in jobs.preview(spec, rows):
+    for answer in answers(spec, rows):
         if as_json:
             _print_json(answer)
         else:

@@ -61,6 +61,8 @@ class Collector:
         self._samples = samples_per_row
         self._open: dict[tuple[int, int], OpenShard] = {}
         self._shard_of: dict[RowKey, OpenShard] = {}  # unfinished rows
+        self.read_rows = 0  # in open shards
+        self.read_tokens = 0  # of their prompts
 
     def __len__(self) -> int:
         return len(self._open)
@@ -75,6 +77,8 @@ class Collector:
         shard = self._open.setdefault((batch.file, batch.shard), OpenShard(self._samples))
         shard.batches.append(batch)
         shard.rows += batch.num_rows
+        self.read_rows += batch.num_rows
+        self.read_tokens += len(batch.token_ids)
         for row in range(batch.first_row, batch.first_row + batch.num_rows):
             self._shard_of[RowKey(batch.file, row)] = shard
 
@@ -89,7 +93,10 @@ class Collector:
     def pop_complete(self) -> list[OpenShard]:
         """Shards of which every sample is finished, taken out."""
         ready = [key for key, shard in self._open.items() if shard.complete]
-        return [self._open.pop(key) for key in ready]
+        shards = [self._open.pop(key) for key in ready]
+        self.read_rows -= sum(shard.rows for shard in shards)
+        self.read_tokens -= sum(len(batch.token_ids) for shard in shards for batch in shard.batches)
+        return shards
 
 
 def results_of(shard: OpenShard, tokenizer: Tokenizer, *, include_stop: bool, skip_special: bool) -> ShardResults:
@@ -121,5 +128,6 @@ def texts(completions: list[Completion], tokenizer: Tokenizer, *, include_stop: 
 
 def _cut(text: str, stop: str, include_stop: bool) -> str:
     at = text.find(stop)
-    assert at >= 0, (stop, text)  # the engine found it in this very text
+    if at < 0:  # bytes that are no character by themselves can decode differently in the whole text
+        return text
     return text[: at + len(stop)] if include_stop else text[:at]

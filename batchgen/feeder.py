@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 
 from batchgen import errors
-from batchgen.carry import input_fields
+from batchgen.carry import InputFields, input_fields
 from batchgen.errors import BatchgenError
 from batchgen.feeder_child import RowBatch, State, Task
 from batchgen.io.files import InputFile
@@ -66,10 +66,11 @@ class Feeder:
         done: Mapping[int, Mapping[int, ShardRange | None]],
         limit: int | None,
         *,
+        fields: InputFields | None = None,
         stuck_seconds: float = STUCK_SECONDS,
     ) -> None:
         known = {file: dict(shards) for file, shards in done.items()}
-        fields = input_fields(spec, files, formats)
+        fields = fields or input_fields(spec, files, formats)
         self._task = Task(spec, tuple(files), tuple(formats), model_path, max_model_len, fields, known, limit)
         self._stuck_seconds = stuck_seconds
         self._child: _Child | None = None

@@ -27,11 +27,10 @@ from batchgen.io.files import InputFile
 from batchgen.prompts import Draft, Prompt, PromptBuilder
 from batchgen.spec import JobSpec
 from batchgen.tokenizer import Tokenizer
-from batchgen.types import RowError, ShardRange, TokenIds
+from batchgen.types import NO_TOKENS, RowError, ShardRange, TokenIds
 
 BIG_TEXT = 64 << 10  # longer prompts are encoded one by one, so that a slow one is known
 RENDER_MEMORY = 1 << 30  # bytes that rendering a chunk's rows may take on top
-NO_TOKENS: TokenIds = np.empty(0, np.int32)
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
@@ -166,7 +165,18 @@ def child_main(pipe: int, state: int, parent: int) -> None:
         # the nearest class that the parent knows
         names = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__]
         name = names[0] if names else BatchgenError.__name__
-        _send(connection, ("failed", (name, message, getattr(error, "reason", None), traceback.format_exc())))
+        _send(
+            connection,
+            (
+                "failed",
+                (
+                    name,
+                    message,
+                    error.reason if isinstance(error, errors.Interrupted) else None,
+                    traceback.format_exc(),
+                ),
+            ),
+        )
     # no clean-up is needed, and a thread of some store's client must not keep the process
     os._exit(0)
 

@@ -6,38 +6,39 @@ import hashlib
 import logging
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any, Protocol
 
-import numpy as np
+import pyarrow as pa
 
 from batchgen import __version__, ledger
 from batchgen.carry import input_fields
-from batchgen.collector import Collector, OpenShard, results_of, texts
+from batchgen.collector import Collector, OpenShard, results_of
 from batchgen.errors import ConfigError, DataError, Interrupted
 from batchgen.feeder import Feeder, RowBatch
 from batchgen.io import sinks, sources
-from batchgen.io.files import InputFile, Store, expand
-from batchgen.lease import HEARTBEAT_SECONDS
+from batchgen.io.files import Store, expand
+from batchgen.lease import Heart
 from batchgen.ledger import Ledger
 from batchgen.metrics import Meter
 from batchgen.report import Progress, table
+from batchgen.runfolder import Counters
 from batchgen.spec import JobSpec, SamplingSpec
 from batchgen.tokenizer import Tokenizer
-from batchgen.types import Completion, InFlight, Request, RowError, RowKey, SamplingParams, ShardRange, TokenIds
+from batchgen.types import NO_TOKENS, Completion, InFlight, Request, RowError, RowKey, ShardRange, TokenIds
 
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 4096  # samples read ahead of the engine
-MAX_OPEN_SHARDS = 16
+MAX_OPEN_ROWS = 65_536  # in shards that are not committed
+MAX_OPEN_TOKENS = 32 << 20  # of their prompts
+BATCHES_AT_ONCE = 8  # between two steps
 MAX_PENDING_BYTES = 16 << 20  # finished samples that are in no checkpoint yet
 ROWS_BEFORE_JUDGING = 1000  # a share of failed rows is judged from here on while the number of rows is not known
-TRIAL = "_batchgen/trial/"  # what a limited run shows of a shard that it cut off
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,19 +110,27 @@ def run(
 
 
 class StopSignal(AbstractContextManager["StopSignal"]):
-    """SIGTERM, SIGINT and SIGUSR1 ask for a drain, which the loop sees in `name`.
+    """SIGTERM, SIGINT and SIGUSR1 end a start.
 
-    A drain waits for nothing but the step that runs and the checkpoint, so a second signal has nothing to shorten.
+    While a run is being opened there is nothing to save: the first signal raises Interrupted at once. From
+    `wait_for_loop` on the loop finds it in `name` and drains, which waits for nothing but the step that runs and the
+    checkpoint, so that a second signal has nothing to shorten.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
     def __init__(self) -> None:
         self.name: str | None = None
+        self._opening = True
         self._before: dict[int, Any] = {}
 
+    def wait_for_loop(self) -> None:
+        self._opening = False
+
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.name = signal.Signals(number).name
+        first, self.name = self.name is None, signal.Signals(number).name
+        if self._opening and first:
+            raise Interrupted(f"{self.name} received before the first step; run the same command again", "signal")
 
     def __enter__(self) -> StopSignal:
         try:
@@ -133,9 +142,6 @@ class StopSignal(AbstractContextManager["StopSignal"]):
     def __exit__(self, *exc: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-
-
-NO_TOKENS: TokenIds = np.empty(0, np.int32)
 
 
 def noise_key(seed: int, name: str) -> int:
@@ -166,12 +172,12 @@ def fingerprint(spec: JobSpec, model: ModelLike | None = None) -> dict[str, Any]
             "content": model.fingerprint(),
             "dtype": model.dtype,
             "max_model_len": model.max_model_len,
-            "sampling": _resolved(spec, model).model_dump(mode="json", include=set(SamplingSpec.FROM_MODEL)),
+            "sampling": resolved_sampling(spec, model).model_dump(mode="json", include=set(SamplingSpec.FROM_MODEL)),
         }
     return sections
 
 
-def _resolved(spec: JobSpec, model: ModelLike) -> SamplingSpec:
+def resolved_sampling(spec: JobSpec, model: ModelLike) -> SamplingSpec:
     return spec.sampling.with_defaults(model.generation_config)
 
 
@@ -192,26 +198,29 @@ class _Start:
         self.limit = min((n for n in (options.limit, spec.input.limit) if n is not None), default=None)
 
     def run(self) -> dict[str, Any]:
-        spec, store = self._spec, self.store
-        if self._options.overwrite:
-            ledger.overwrite(store)
+        spec, store, overwrite = self._spec, self.store, self._options.overwrite
         files = expand(spec.input.path, spec.input.storage_options, allow_empty=spec.input.allow_empty)
         listed = [asdict(file) for file in files]
 
         def prove(number: int) -> str:
             return sources.content_proof(files[number], spec.input.storage_options)
 
-        record = ledger.read_job(store)
-        if (success := ledger.read_success(store)) is not None:
+        record = None if overwrite else ledger.read_job(store)
+        success = None if overwrite else ledger.read_success(store)
+        if success is not None:
             if self._options.must_be_new:
                 raise ConfigError(f"{store.url}: --must-be-new, but this folder holds a finished run")
             same_model = record is not None and record["spec"]["model"] == spec.to_json()["model"]
-            now = fingerprint(spec, None if same_model else self._model_opener(spec))
+            now = fingerprint(spec, None if same_model else self._model_opener(_pinned(spec, record)))
             ledger.check_same(store, fingerprint=now, inputs=listed, prove=prove)
             logger.info("%s: this run is finished already, nothing to do", store.url)
             return self._summary(success["counters"], status="done", complete=True, resumed=True)
         formats = [sources.detect(file, spec.input.format, spec.input.storage_options) for file in files]
+        fields = input_fields(spec, files, formats)
+        schema = sinks.result_schema(id_field=fields.id, carried=fields.carried, token_ids=spec.output.token_ids)
         model = self._model_opener(_pinned(spec, record))
+        if overwrite:  # the last moment: whatever is wrong with the job has been said
+            ledger.overwrite(store)
         with ExitStack() as stack:
             book = Ledger.open(
                 store,
@@ -230,17 +239,30 @@ class _Start:
                     "second worker away from this run",
                     store.url,
                 )
-            heart = stack.enter_context(_Heart(book))
+            heart = stack.enter_context(Heart(book.heartbeat))
+            unread = [number for number in range(len(files)) if self.limit is not None or not book.is_done(number)]
             feeder = stack.enter_context(
-                Feeder(spec, files, formats, model.tokenizer_path, model.max_model_len, book.done, self.limit)
+                Feeder(
+                    spec,
+                    [files[number] for number in unread],
+                    [formats[number] for number in unread],
+                    model.tokenizer_path,
+                    model.max_model_len,
+                    book.done,
+                    self.limit,
+                    fields=fields,
+                )
             )
-            meter = Meter(rows_before=book.totals().rows)
+            before = book.totals()
+            meter = Meter(rows_before=before.rows, rows_failed_before=before.rows_failed)
+            meter.sizes = {number: files[number].size for number in unread}
             progress = Progress(meter)
             stack.callback(progress.close)
-            loop = _Loop(self, spec, files, formats, book, feeder, model, meter, progress, heart)
+            loop = _Loop(self, spec, schema, book, feeder, model, meter, progress, heart)
+            self._stop.wait_for_loop()
             loop.run()
             progress.close()
-            return self._end(book, loop, meter)
+            return self._end(book, loop)
 
     @property
     def stop_name(self) -> str | None:
@@ -255,19 +277,23 @@ class _Start:
             return "limit"
         return "limit" if tokens is not None and output_tokens >= tokens else None
 
-    def _end(self, book: Ledger, loop: _Loop, meter: Meter) -> dict[str, Any]:
-        seconds = time.monotonic() - self._began
-        own = {"seconds": round(seconds, 3)}
+    def _end(self, book: Ledger, loop: _Loop) -> dict[str, Any]:
+        seconds = round(time.monotonic() - self._began, 3)
+        speed = round(loop.tokens / max(loop.seconds, 1e-9), 1)
         if self.limit is None:
-            success = book.finish({"seconds_of_last_start": round(seconds, 3)})
-            counters = success["counters"]
+            counters = book.finish({"seconds_of_last_start": seconds})["counters"]
         else:
             totals = book.totals()
-            for results in loop.trial:
-                totals.add(results.counters())
+            totals.add(loop.trial)
             counters = totals.to_json()
-        own["tokens_per_second"] = round(loop.tokens / max(loop.seconds, 1e-9), 1)
-        return self._summary(counters, status="done", complete=self.limit is None, resumed=book.epoch > 1, **own)
+        return self._summary(
+            counters,
+            status="done",
+            complete=self.limit is None,
+            resumed=book.epoch > 1,
+            seconds=seconds,
+            tokens_per_second=speed,
+        )
 
     def _summary(self, counters: Mapping[str, Any], **more: Any) -> dict[str, Any]:
         summary = {"name": self._spec.name, "output": self.store.url, **counters, **more}
@@ -283,55 +309,6 @@ def _pinned(spec: JobSpec, record: Mapping[str, Any] | None) -> JobSpec:
     return spec.model_copy(update={"model": model})
 
 
-class _Heart(AbstractContextManager["_Heart"]):
-    """Beats beside everything else, so that neither loading a model nor a long step looks like death."""
-
-    def __init__(self, book: Ledger) -> None:
-        self._book = book
-        self._end = threading.Event()
-        self._fenced: Interrupted | None = None
-        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
-
-    def _beat(self) -> None:
-        while not self._end.wait(HEARTBEAT_SECONDS):
-            try:
-                self._book.heartbeat()
-            except Interrupted as fenced:
-                self._fenced = fenced
-                return
-
-    def check(self) -> None:
-        """Raises Interrupted("fenced") where another worker has taken over."""
-        if self._fenced is not None:
-            raise self._fenced
-
-    def __enter__(self) -> _Heart:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._end.set()
-        self._thread.join()
-
-
-class _TotalRows:
-    """How many rows the input has, estimated from the part of it that is read."""
-
-    def __init__(self, files: Sequence[InputFile]) -> None:
-        self._sizes = {file.number: file.size for file in files}
-        self._seen: dict[int, tuple[int, float]] = {}  # by file: rows up to here, the share that they are
-
-    def note(self, batch: RowBatch) -> None:
-        if batch.share > 0:
-            self._seen[batch.file] = (batch.next_row, batch.share)
-
-    def estimate(self) -> int | None:
-        """None before anything is read. Files that are not begun count by their size."""
-        rows = sum(seen / share for seen, share in self._seen.values())
-        size = sum(self._sizes[file] for file in self._seen)
-        return round(rows * sum(self._sizes.values()) / size) if size else None
-
-
 class _Loop:
     """Reads, steps, commits and checkpoints until every row is in a part, or until there is a reason to stop."""
 
@@ -339,35 +316,31 @@ class _Loop:
         self,
         start: _Start,
         spec: JobSpec,
-        files: list[InputFile],
-        formats: list[str],
+        schema: pa.Schema,
         book: Ledger,
         feeder: Feeder,
         model: ModelLike,
         meter: Meter,
         progress: Progress,
-        heart: _Heart,
+        heart: Heart,
     ) -> None:
-        self._start, self._spec, self._ledger, self._feeder = start, spec, book, feeder
+        self._start, self._spec, self._schema = start, spec, schema
+        self._ledger, self._feeder = book, feeder
         self._meter, self._progress, self._heart = meter, progress, heart
-        fields = input_fields(spec, files, formats)
-        self._schema = sinks.result_schema(id_field=fields.id, carried=fields.carried, token_ids=spec.output.token_ids)
         self._tokenizer = model.tokenizer
         self._engine = model.engine()
-        self._params = _resolved(spec, model).params()
+        self._params = resolved_sampling(spec, model).params()
         self._collector = Collector(self._params.n)
         self._done = book.done
         self._shards: dict[int, dict[int, ShardRange]] = {
             file: {shard: known for shard, known in shards.items() if known is not None}
             for file, shards in self._done.items()
         }
-        self._total = _TotalRows(files)
-        self._saved = time.monotonic()
+        self._saved = self._began = time.monotonic()
         self._ticked = 0.0
-        self._began = time.monotonic()
         self.seconds = 0.0
         self.tokens = 0  # of prompts and answers, by this start's engine
-        self.trial: list[sinks.ShardResults] = []
+        self.trial = Counters()  # of shards that a row limit cut off
 
     def run(self) -> None:
         """Raises Interrupted (progress is saved) or DataError (too many failed rows)."""
@@ -388,7 +361,10 @@ class _Loop:
     # -- rows in
 
     def _read(self) -> None:
-        while self._engine.num_waiting < MAX_WAITING and len(self._collector) < MAX_OPEN_SHARDS:
+        for _ in range(BATCHES_AT_ONCE):
+            rows, tokens = self._collector.read_rows, self._collector.read_tokens
+            if self._engine.num_waiting >= MAX_WAITING or rows >= MAX_OPEN_ROWS or tokens >= MAX_OPEN_TOKENS:
+                return
             batch = self._feeder.poll() if self._engine.has_work else self._feeder.get(timeout=0.1)
             if batch is None:
                 return
@@ -397,7 +373,8 @@ class _Loop:
     def _admit(self, batch: RowBatch) -> None:
         if batch.shard not in self._done.get(batch.file, {}) and (batch.num_rows or batch.end is not None):
             self._collector.add(batch)
-        self._total.note(batch)
+        if batch.num_rows or batch.end is not None:
+            self._meter.note_share(batch.file, batch.next_row, batch.share)
         failed = {index: RowError(code, message) for index, code, message in batch.errors}
         for index in range(batch.num_rows):
             key = RowKey(batch.file, batch.first_row + index)
@@ -455,10 +432,9 @@ class _Loop:
         metadata = self._ledger.part_metadata(results.shard, counters)
         data = sinks.build_part(output.format, self._schema, results, metadata)
         if shard.cut_off:
-            name = f"{TRIAL}part-{results.shard.file:05d}-{results.shard.shard:05d}.{output.format}"
             self._ledger.checkpoint([])
-            self._start.store.replace(name, data)
-            self.trial.append(results)
+            self._ledger.show_trial(results.shard, data)
+            self.trial.add(counters)
         else:
             self._ledger.commit_part(results.shard, data, counters)
 
@@ -472,10 +448,8 @@ class _Loop:
             self._ticked = now
             stats = self._engine.stats()
             self._meter.tick(stats.prompt_tokens, stats.output_tokens)
-            self._meter.total_is_exact = self._feeder.finished
-            self._meter.total_rows = (
-                self._meter.rows_done + self._collector.open_rows if self._feeder.finished else self._total.estimate()
-            )
+            if self._feeder.finished:
+                self._meter.exact_total = self._meter.rows_done + self._collector.open_rows
             self._progress.update(stats.kv_blocks_used / max(stats.kv_blocks_total, 1), stats.running)
         self._judge_failures()
         reason = self._start.reason_to_stop(self._engine.stats().output_tokens)
@@ -493,11 +467,14 @@ class _Loop:
         raise Interrupted(f"{why}: progress is saved, {rows}; run the same command again to go on", reason=reason)
 
     def _judge_failures(self) -> None:
-        """DataError when more rows failed than the job allows. A share is one of all rows: a trial cannot pass it."""
-        failed, seen = sum(self._meter.failed.values()), self._meter.rows_done
+        """DataError when more rows failed than the job allows, earlier starts included.
+
+        A share is one of all rows, those that wait included: bad rows are finished sooner than good ones. A trial,
+        which sees some of the rows, cannot pass it.
+        """
+        failed = self._meter.rows_failed_before + sum(self._meter.failed.values())
+        seen = self._meter.rows_done + self._collector.open_rows
         allowed = self._spec.errors.max_failed
-        if self._feeder.finished:
-            seen += self._collector.open_rows
         if isinstance(allowed, float):
             known = self._feeder.finished or seen >= ROWS_BEFORE_JUDGING
             if not known or self._start.limit is not None or failed <= allowed * seen:
@@ -507,56 +484,7 @@ class _Loop:
         codes = ", ".join(f"{code} {count:,}" for code, count in self._meter.failed.most_common())
         self._ledger.checkpoint(self._engine.snapshot())
         raise DataError(
-            f"{failed:,} of {seen:,} rows failed, more than errors.max_failed ({allowed}) allows: {codes}. Finished "
-            "rows are kept; mend the input, or allow more and run again"
+            f"{failed:,} of {seen:,} rows failed, more than errors.max_failed ({allowed}) allows"
+            f"{f': {codes} in this start' if codes else ''}. Finished rows are kept; mend the input, or allow more and "
+            "run again"
         )
-
-
-def preview(
-    spec: JobSpec, n: int, *, model_opener: Callable[[JobSpec], ModelLike] = open_model
-) -> Iterator[dict[str, Any]]:
-    """The first `n` rows: the prompt as the model sees it, and its answers. Writes nothing."""
-    files = expand(spec.input.path, spec.input.storage_options, allow_empty=spec.input.allow_empty)
-    formats = [sources.detect(file, spec.input.format, spec.input.storage_options) for file in files]
-    model = model_opener(spec)
-    params = _resolved(spec, model).params()
-    with Feeder(spec, files, formats, model.tokenizer_path, model.max_model_len, {}, n) as feeder:
-        engine = model.engine()
-        while not feeder.finished:
-            batch = feeder.get(timeout=1.0)
-            if batch is not None and batch.num_rows:
-                yield from _answers(batch, engine, model.tokenizer, spec, params)
-
-
-def _answers(
-    batch: RowBatch, engine: EngineLike, tokenizer: Tokenizer, spec: JobSpec, params: SamplingParams
-) -> Iterator[dict[str, Any]]:
-    """One previewed batch, run to its end."""
-    errors = {index: RowError(code, message) for index, code, message in batch.errors}
-    prompts = [batch.token_ids[start:end] for start, end in zip(batch.offsets, batch.offsets[1:], strict=False)]
-    done: dict[tuple[int, int], Completion] = {}
-    for index, prompt in enumerate(prompts):
-        key = RowKey(batch.file, batch.first_row + index)
-        if index not in errors:
-            engine.add(Request(key, prompt, params, noise_key(params.seed, batch.noise_name(index))))
-    while engine.has_work:
-        done.update(((one.key.row - batch.first_row, one.sample), one) for one in engine.step())
-    shown = tokenizer.decode_batch(prompts, skip_special_tokens=False)
-    places = sorted(done)
-    skip_special = spec.output.skip_special_tokens
-    answered = texts(
-        [done[place] for place in places], tokenizer, include_stop=params.include_stop, skip_special=skip_special
-    )
-    text_of = dict(zip(places, answered, strict=True))
-    for index in range(batch.num_rows):
-        for sample in range(params.n if index not in errors else 1):
-            one = done.get((index, sample))
-            error = errors.get(index) if one is None else one.error
-            yield {
-                "id": batch.noise_name(index),
-                "prompt": shown[index] if one is not None else None,
-                "prompt_tokens": one.prompt_tokens if one is not None else None,
-                "text": text_of[index, sample] if one is not None and error is None else None,
-                "finish_reason": "error" if one is None else one.finish_reason,
-                "error": None if error is None else asdict(error),
-            }

@@ -8,13 +8,15 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from batchgen.errors import Interrupted, StorageError
+from batchgen.errors import Interrupted, PermissionDenied, StorageError
 from batchgen.io.files import Store
 from batchgen.runfolder import encode, epoch_folder, epoch_name, lease_name, put_new, read_record
 
@@ -146,7 +148,10 @@ class Lease:
             try:
                 self.check()
                 self._write(released=False)
-            except StorageError as error:  # it saves money and guards no data: commits will tell if the store is gone
+            except (
+                StorageError,
+                PermissionDenied,
+            ) as error:  # it saves money and guards no data: commits will tell if the store is gone
                 self._due = time.monotonic() + HEARTBEAT_SECONDS
                 logger.warning("the heartbeat could not be written: %s", error)
 
@@ -180,3 +185,34 @@ def _still_held(store: Store, slot: int, epoch: int, timeout: float) -> bool:
         if seen.get("counter", 0) > first.get("counter", 0):  # a lease lost meanwhile is no sign of life
             return True
     return False
+
+
+class Heart(AbstractContextManager["Heart"]):
+    """Beats beside everything else, so that neither loading a model nor a long step looks like death."""
+
+    def __init__(self, beat: Callable[[], None], interval: float = HEARTBEAT_SECONDS) -> None:
+        self._beat, self._interval = beat, interval
+        self._end = threading.Event()
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def _run(self) -> None:
+        while not self._end.wait(self._interval):
+            try:
+                self._beat()
+            except Exception as error:
+                self._failure = error
+                return
+
+    def check(self) -> None:
+        """Raises what ended the beating: Interrupted("fenced") where another worker has taken over."""
+        if self._failure is not None:
+            raise self._failure
+
+    def __enter__(self) -> Heart:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._end.set()
+        self._thread.join()

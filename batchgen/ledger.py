@@ -13,7 +13,7 @@ from batchgen import runfolder
 from batchgen.errors import BatchgenError, ConfigError, Interrupted, StorageError
 from batchgen.io.files import Store
 from batchgen.jobrecord import JobRecord, check_same, establish, read_job
-from batchgen.lease import DEAD_AFTER_SECONDS, Lease, holder, latest_epoch, now, seems_alive, who
+from batchgen.lease import DEAD_AFTER_SECONDS, Heart, Lease, holder, latest_epoch, now, seems_alive, who
 from batchgen.runfolder import (
     FORMAT_VERSION,
     INDEX,
@@ -22,6 +22,7 @@ from batchgen.runfolder import (
     PART_FORMATS,
     STATE,
     SUCCESS,
+    TRIAL,
     Counters,
     PartProof,
     index_name,
@@ -93,11 +94,13 @@ class Ledger:
         )
         lease = Lease.acquire(store, SLOT, dict(info), dead_after=dead_after)
         try:
-            parts = _read_parts(store, job.shape["format"], job.digest)
-            ledger = cls(store, job, lease, parts, Pieces(store, SLOT, lease.epoch, job.digest))
-            for file, shards in _read_index(store).items():
-                ledger._learn(file, shards)
-            ledger._pieces.load(ledger._committed_ranges())
+            with Heart(lease.beat) as heart:  # thousands of parts take their time on a slow store
+                parts = _read_parts(store, job.shape["format"], job.digest)
+                ledger = cls(store, job, lease, parts, Pieces(store, SLOT, lease.epoch, job.digest))
+                for file, shards in _read_index(store).items():
+                    ledger._learn(file, shards)
+                ledger._pieces.load(ledger._committed_ranges())
+            heart.check()
         except BaseException:
             _release(lease)
             raise
@@ -122,10 +125,9 @@ class Ledger:
             found.setdefault(file, {})[shard] = None if proof is None else proof.shard
         return found
 
-    @property
-    def indexed(self) -> dict[int, list[ShardRange]]:
-        """The shards of every file that has been read to its end."""
-        return self._index
+    def is_done(self, file: int) -> bool:
+        """Whether every shard of an input file is committed, so that it need not be read again."""
+        return file in self._index and all((file, shard.shard) in self._parts for shard in self._index[file])
 
     def totals(self) -> Counters:
         """What the committed parts hold."""
@@ -198,6 +200,11 @@ class Ledger:
             self._totals.add(proof.counters)
         self._parts[key] = proof
 
+    def show_trial(self, shard: ShardRange, data: bytes) -> None:
+        """Let people see results of a shard that a row limit cut off; nothing of the run depends on them."""
+        self._lease.check()
+        self._store.replace(TRIAL + part_name(shard.file, shard.shard, self.shape["format"]), data)
+
     # index and end
 
     def commit_index(self, file: int, shards: Sequence[ShardRange]) -> None:
@@ -216,10 +223,10 @@ class Ledger:
                 f"{len(shards)} now: it was changed under the run. Bring the old file back, or give the job another "
                 "output.path"
             )
+        unproven = [shard for shard in shards if self._parts.get((file, shard.shard), ...) is None]
         self._learn(file, list(shards))
-        for shard in shards:
-            if (file, shard.shard) in self._parts:
-                self._pieces.committed(shard)
+        for shard in unproven:
+            self._pieces.committed(shard)
 
     def _learn(self, file: int, shards: list[ShardRange]) -> None:
         """The shards of a file are known: parts must fit them, and parts without a proof get one."""

@@ -78,7 +78,13 @@ class Model:
                 "times slower; install a compiler and reinstall batchgen"
             )
         dtype = DTYPES[self.dtype]
+        kv_dtype = dtype if spec.kv_dtype == "auto" else DTYPES[spec.kv_dtype]
         backend = make_backend(spec, ops)
+        if kv_dtype != dtype and backend.name == CpuAttention.name:
+            raise ConfigError(
+                f"engine.kv_dtype: {spec.kv_dtype} beside a model in {self.dtype}: not supported yet on a CPU; leave "
+                "it out, or use engine.attention: reference, which is slow"
+            )
         decoder = registry.build(
             self._checkpoint,
             dtype=dtype,
@@ -86,7 +92,6 @@ class Model:
             max_model_len=self.max_model_len,
             ops=ops or reference_ops,
         )
-        kv_dtype = dtype if spec.kv_dtype == "auto" else DTYPES[spec.kv_dtype]
         settings = self._settings(backend, kv_dtype)
         backend.allocate(self.config.layers, settings.num_blocks, kv_dtype)
         runner = Runner(decoder, backend, settings, ops=ops or reference_ops, vocab_limit=self.tokenizer.vocab_size)
@@ -98,8 +103,15 @@ class Model:
 
     def _settings(self, backend: AttentionBackend, kv_dtype: torch.dtype) -> EngineSettings:
         spec = self._engine_spec
-        max_num_seqs = CPU_MAX_NUM_SEQS if spec.max_num_seqs == "auto" else spec.max_num_seqs
         max_batch_tokens = CPU_MAX_BATCH_TOKENS if spec.max_batch_tokens == "auto" else spec.max_batch_tokens
+        max_num_seqs = min(CPU_MAX_NUM_SEQS, max_batch_tokens) if spec.max_num_seqs == "auto" else spec.max_num_seqs
+        if spec.max_batch_tokens == "auto":
+            max_batch_tokens = max(max_batch_tokens, max_num_seqs)
+        elif max_batch_tokens < max_num_seqs:
+            raise ConfigError(
+                f"engine.max_batch_tokens: {max_batch_tokens} is less than engine.max_num_seqs ({max_num_seqs}), but "
+                "each of these needs one token in a step"
+            )
         per_block = backend.bytes_per_block(self.config.layers, kv_dtype)
         free = available_memory()
         if spec.kv_memory == "auto":
@@ -121,7 +133,7 @@ class Model:
             )
         return EngineSettings(
             max_num_seqs=max_num_seqs,
-            max_batch_tokens=max(max_batch_tokens, max_num_seqs),
+            max_batch_tokens=max_batch_tokens,
             num_blocks=num_blocks,
             block_size=backend.block_size,
             max_model_len=self.max_model_len,
@@ -157,12 +169,15 @@ def resolve_dtype(asked: str, stored: str) -> str:
 def available_memory() -> int:
     """Bytes this process may still take: what the machine has left, or what its control group has."""
     free = psutil.virtual_memory().available
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    for folder, limit, used, cache in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
         try:
-            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
+            group = {name: Path(folder, name).read_text() for name in (limit, used, "memory.stat")}
+            counts = dict(line.split() for line in group["memory.stat"].splitlines())
+            # files in the page cache, the weights just read among them, give way
+            free = min(free, int(group[limit]) - int(group[used]) + int(counts.get(cache, 0)))
         except (OSError, ValueError):  # no such group, or "max"
             continue
     return max(free, 0)

@@ -14,13 +14,13 @@ from batchgen.types import Completion
 class Meter:
     """Counts of one start of a job, and of the starts before it where the run folder knows them.
 
-    `total_rows` is None until it is known or estimated. Rates are over the last `window` seconds, so that a job that
-    changes its pace is judged by the pace it has now.
+    Rates are over the last `window` seconds, so that a job that changes its pace is judged by the pace it has now.
     """
 
-    total_rows: int | None = None
-    total_is_exact: bool = False
-    rows_before: int = 0  # committed or restored from earlier starts
+    exact_total: int | None = None  # of rows, once all are read
+    sizes: dict[int, int] = field(default_factory=dict)  # of the files to be read, in bytes
+    rows_before: int = 0  # committed by earlier starts
+    rows_failed_before: int = 0  # of these
     rows: int = 0  # finished by this start
     failed: Counter[str] = field(default_factory=Counter)
     finish_reasons: Counter[str] = field(default_factory=Counter)
@@ -28,6 +28,7 @@ class Meter:
     output_tokens: int = 0
     window: float = 60.0
     clock: Callable[[], float] = time.monotonic
+    _shares: dict[int, tuple[int, float]] = field(default_factory=dict)
     _samples: deque[tuple[float, int, int]] = field(default_factory=deque)  # (time, prompt tokens, output tokens)
 
     def __post_init__(self) -> None:
@@ -37,7 +38,7 @@ class Meter:
         """Count one finished sample of a row."""
         self.finish_reasons[completion.finish_reason] += 1
         if completion.error is None:
-            self.prompt_tokens += completion.prompt_tokens if completion.sample == 0 else 0
+            self.prompt_tokens += completion.prompt_tokens
             self.output_tokens += len(completion.token_ids)
 
     def finish_row(self, code: str | None) -> None:
@@ -49,6 +50,20 @@ class Meter:
     @property
     def rows_done(self) -> int:
         return self.rows_before + self.rows
+
+    def note_share(self, file: int, rows: int, share: float) -> None:
+        """A file is read up to its row `rows`, which is this share of it."""
+        if share > 0:
+            self._shares[file] = (rows, share)
+
+    @property
+    def total_rows(self) -> int | None:
+        """Exact, or estimated from the part that is read: files not begun count by their size. None before that."""
+        if self.exact_total is not None:
+            return self.exact_total
+        rows = sum(seen / share for seen, share in self._shares.values())
+        size = sum(self.sizes[file] for file in self._shares)
+        return round(rows * sum(self.sizes.values()) / size) if size else None
 
     def tick(self, computed_prompt_tokens: int, computed_output_tokens: int) -> None:
         """Note the engine's running totals of computed tokens; call about once a second."""

@@ -62,7 +62,7 @@ class Progress:
         if failed := sum(self._meter.failed.values()):
             parts.append(f"{failed:,} failed")
         if (left := self._meter.seconds_left()) is not None:
-            about = "" if self._meter.total_is_exact else "about "
+            about = "about " if self._meter.exact_total is None else ""
             parts.append(f"{about}{duration(left)} left")
         return ", " + ", ".join(parts)
 

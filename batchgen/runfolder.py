@@ -22,6 +22,7 @@ JOB = "_batchgen/job.json"
 INPUTS = "_batchgen/inputs/000001.json"
 PROOFS = "_batchgen/proofs/"
 INDEX = "_batchgen/index/"
+TRIAL = "_batchgen/trial/"
 SUCCESS = "_SUCCESS"
 PART_FORMATS = ("parquet", "jsonl")
 

@@ -285,7 +285,7 @@ class SamplingSpec(Section):
             named["top_k"] = None  # off, as transformers writes it
         taken = {key: value for key, value in named.items() if value is not None and key not in given}
         stated = {key: getattr(self, key) for key in given}
-        return _validated(SamplingSpec, {**stated, **taken}, lambda _: "sampling.defaults: model: generation config")
+        return validated(SamplingSpec, {**stated, **taken}, lambda _: "sampling.defaults: model: generation config")
 
 
 class StructuredSpec(Section):
@@ -419,12 +419,12 @@ def load(
     data, place = _overridden(
         {"name": Path(path).stem, **jobfile.parse_mapping(jobfile.read(path), where)}, overrides, where
     )
-    return _validated(JobSpec, jobfile.substitute(data, params or {}, environ, where), place)
+    return validated(JobSpec, jobfile.substitute(data, params or {}, environ, where), place)
 
 
 def parse(data: Mapping[str, Any], *, where: str = "job", overrides: Sequence[str] = ()) -> JobSpec:
     """A job given as plain data, in the shape of a job file. `where` names it in errors."""
-    return _validated(JobSpec, *_overridden(dict(data), overrides, where))
+    return validated(JobSpec, *_overridden(dict(data), overrides, where))
 
 
 _Place = Callable[[tuple[str, ...]], str]
@@ -449,7 +449,7 @@ def _overridden(data: dict[str, Any], overrides: Sequence[str], where: str) -> t
 _SectionT = TypeVar("_SectionT", bound=Section)
 
 
-def _validated(section: type[_SectionT], data: Mapping[str, Any], place: _Place) -> _SectionT:
+def validated(section: type[_SectionT], data: Mapping[str, Any], place: _Place) -> _SectionT:
     """`data` as a `section`, or a ConfigError with one line for everything that is wrong with it."""
     try:
         return section.model_validate(data)

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 TokenIds = npt.NDArray[np.int32]  # (num_tokens,)
+NO_TOKENS: TokenIds = np.empty(0, np.int32)
 
 
 class RowKey(NamedTuple):

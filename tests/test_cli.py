@@ -89,6 +89,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], Jobs]
         fake = Jobs(act)
         monkeypatch.setitem(sys.modules, "batchgen.job", fake)
         monkeypatch.setattr(batchgen, "job", fake, raising=False)
+        monkeypatch.setitem(sys.modules, "batchgen.preview", fake)
         return fake
 
     return install

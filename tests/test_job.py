@@ -20,10 +20,12 @@ import pytest
 from fakes import CHATML, Died, FailingStore, FakeEngine, FakeModel, byte_tokenizer, fake_tokens
 
 from batchgen import job, spec
-from batchgen.errors import ConfigError, DataError, Interrupted
+from batchgen.errors import ConfigError, DataError, Interrupted, NoInputError
 from batchgen.feeder import Feeder
-from batchgen.io.files import Store
+from batchgen.io.files import Store, expand
+from batchgen.lease import Heart
 from batchgen.ledger import peek
+from batchgen.metrics import Meter
 
 
 @pytest.fixture(scope="module")
@@ -153,15 +155,15 @@ def test_the_number_of_rows_is_estimated_from_what_is_read(tmp_path: Path, model
     for place, name in enumerate(names):
         write_rows(tmp_path / "in", 3000, name, start=10_000 + place * 3000)
     a_job = job_of(tmp_path, tmp_path / "in", checkpoint__interval=60)
-    files = job.expand(a_job.input.path, {})
-    total = job._TotalRows(files)
-    assert total.estimate() is None
+    files = expand(a_job.input.path, {})
+    meter = Meter(sizes={file.number: file.size for file in files})
+    assert meter.total_rows is None
     with Feeder(a_job, files, [names[0].rpartition(".")[2]] * 2, str(model_folder), 4096, {}, None) as feeder:
         estimates = []
         while not feeder.finished:
             if (batch := feeder.get(timeout=1.0)) is not None:
-                total.note(batch)
-                estimates.append(total.estimate())
+                meter.note_share(batch.file, batch.next_row, batch.share)
+                estimates.append(meter.total_rows)
     assert all(5000 < estimate < 7000 for estimate in estimates[4:]) and estimates[-1] == 6000
 
 
@@ -204,10 +206,52 @@ def test_too_many_bad_rows_end_the_job(tmp_path: Path, model_folder: Path) -> No
     with pytest.raises(DataError, match=r"10 of 20 rows failed.*max_failed \(0\.01\).*missing_column 10"):
         start(job_of(tmp_path, path), FakeModel(model_folder))
     assert not (tmp_path / "out/_SUCCESS").exists()
+    with pytest.raises(DataError, match="10 of 20 rows failed"):  # however often it is tried
+        start(job_of(tmp_path, path), FakeModel(model_folder))
+    with pytest.raises(DataError, match="10 of 20 rows failed"):
+        start(job_of(tmp_path, path), FakeModel(model_folder))
     # the work is kept: only what was in flight is still to be done
     engine = FakeEngine()
     assert start(job_of(tmp_path, path, errors__max_failed=0.5), FakeModel(model_folder, engine))["rows"] == 20
     assert engine.output_tokens < sum(row["output_tokens"] for row in results(job_of(tmp_path, path))) / 2
+
+
+def test_few_bad_rows_among_slow_good_ones_are_no_reason_to_end(tmp_path: Path, model_folder: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(("".join(f'{{"key": "{i}", "text": "fine {i}"}}\n' for i in range(199)) + '{"key": "b"}\n') * 15)
+    a_job = job_of(tmp_path, path, checkpoint__interval=60, output__shard_rows=500)
+    assert start(a_job, FakeModel(model_folder, FakeEngine(running=256, pace=1)))["rows_failed"] == 15
+
+
+def test_overwrite_keeps_the_old_run_when_the_new_job_is_wrong(tmp_path: Path, model_folder: Path) -> None:
+    a_job = job_of(tmp_path, write_rows(tmp_path, 20))
+    start(a_job, FakeModel(model_folder))
+    with pytest.raises(NoInputError):
+        start(job_of(tmp_path, tmp_path / "typo*.parquet"), FakeModel(model_folder), job.RunOptions(overwrite=True))
+    assert (tmp_path / "out/_SUCCESS").exists() and len(results(a_job)) == 20
+
+
+def test_a_broken_heart_ends_the_start(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def beat(self: object) -> None:
+        raise Interrupted("taken over", reason="fenced")
+
+    monkeypatch.setattr("batchgen.ledger.Ledger.heartbeat", beat)
+    monkeypatch.setattr("batchgen.job.Heart", lambda beat: Heart(beat, 0.01))
+    engine = FakeEngine(running=1, pace=1, think=lambda: time.sleep(0.005))
+    with pytest.raises(Interrupted, match="taken over"):
+        start(job_of(tmp_path, write_rows(tmp_path, 50)), FakeModel(model_folder, engine))
+
+
+def test_finished_files_are_not_read_again(tmp_path: Path, model_folder: Path) -> None:
+    inputs = tmp_path / "in"
+    for place, name in enumerate(["a.jsonl", "b.jsonl"]):
+        write_rows(inputs, 60, name, start=place * 60)
+    a_job = job_of(tmp_path, inputs)
+    with pytest.raises(Interrupted):
+        start(a_job, FakeModel(model_folder, FakeEngine(running=4)), job.RunOptions(max_output_tokens=1000))
+    assert (tmp_path / "out/_batchgen/index/00000.json").exists()
+    assert start(a_job, FakeModel(model_folder))["rows"] == 120
+    assert [row["id"] for row in results(a_job)] == [f"k{i}" for i in range(120)]
 
 
 def test_a_limit_shows_rows_and_is_no_end(tmp_path: Path, model_folder: Path) -> None:

@@ -115,7 +115,7 @@ class Engine:
                     else:
                         self.add(request)
                 yield from self.step()
-        except GeneratorExit:
+        except BaseException:  # the caller left, or a request could not be made: nothing of it may come out later
             self._drain()
             self._scheduler.abandon()
             raise

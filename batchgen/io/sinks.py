@@ -16,7 +16,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchgen.errors import ConfigError, StorageError
+from batchgen.errors import BatchgenError, ConfigError, StorageError
 from batchgen.runfolder import Counters, PartProof, proof_from_metadata
 from batchgen.types import Completion, ShardRange
 
@@ -110,9 +110,16 @@ def _check_order(results: ShardResults) -> None:
     shard, samples = results.shard, results.samples
     keys = [(c.key.file, c.key.row, c.sample) for c in results.completions]
     rows = range(shard.first_row, shard.first_row + shard.num_rows)
-    assert keys == [(shard.file, row, sample) for row in rows for sample in range(samples)], "results out of order"
-    assert len(results.texts) == len(keys) and len(results.truncated) == shard.num_rows
-    assert not _has_inputs(results) or sum(batch.num_rows for batch in results.inputs) == shard.num_rows
+    whole = (
+        keys == [(shard.file, row, sample) for row in rows for sample in range(samples)]
+        and len(results.texts) == len(keys)
+        and len(results.truncated) == shard.num_rows
+        and (not _has_inputs(results) or sum(batch.num_rows for batch in results.inputs) == shard.num_rows)
+    )
+    if not whole:
+        raise BatchgenError(
+            f"the results of {shard} are not whole or out of order; nothing was written, please report it"
+        )
 
 
 def _has_inputs(results: ShardResults) -> bool:
