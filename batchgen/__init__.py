@@ -13,12 +13,12 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from batchgen.api import Engine
-    from batchgen.job import run
+    from batchgen.job import RunOptions, run
     from batchgen.spec import load
 
-__all__ = ["Engine", "__version__", "load", "run"]
+__all__ = ["Engine", "RunOptions", "__version__", "load", "run"]
 
-_HOMES = {"Engine": "batchgen.api", "load": "batchgen.spec", "run": "batchgen.job"}
+_HOMES = {"Engine": "batchgen.api", "load": "batchgen.spec", "run": "batchgen.job", "RunOptions": "batchgen.job"}
 
 
 def share_cores() -> None:
@@ -37,3 +37,7 @@ def __getattr__(name: str) -> Any:
 
     share_cores()
     return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

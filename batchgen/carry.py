@@ -12,6 +12,7 @@ import pyarrow as pa
 from batchgen.errors import ConfigError
 from batchgen.io import sources
 from batchgen.io.files import InputFile
+from batchgen.io.sinks import JSON_TEXT
 from batchgen.spec import JobSpec
 from batchgen.types import RowError
 
@@ -62,7 +63,8 @@ def input_fields(spec: JobSpec, files: Sequence[InputFile], formats: Sequence[st
     """The columns that the job carries over, with one type for all input files.
 
     From Parquet a column keeps its own type, widened where files differ and as JSON text where they do not agree at
-    all. From JSON Lines it is JSON text unless the job gives a type. Reads the Parquet files' footers if need be.
+    all. From JSON Lines it is JSON text unless the job gives a type
+    (which JSON Lines results hold as the value it stands for). Reads the Parquet files' footers if need be.
     """
     names, id_name = spec.output.columns, spec.input.id
     if not names and id_name is None:
@@ -84,7 +86,8 @@ def input_fields(spec: JobSpec, files: Sequence[InputFile], formats: Sequence[st
             columns.append(Column(pa.field(name, common), "own", is_id))
         else:
             form = "text" if is_id else declared or "json"
-            columns.append(Column(pa.field(name, DECLARED_TYPES[form][0]), form, is_id))
+            metadata = JSON_TEXT if form == "json" else None
+            columns.append(Column(pa.field(name, DECLARED_TYPES[form][0], metadata=metadata), form, is_id))
     return InputFields(tuple(columns))
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from batchgen import __version__, share_cores
-from batchgen.errors import BatchgenError, ExitCode, Interrupted, UsageError
+from batchgen.errors import BatchgenError, ExitCode, Interrupted, NoInputError, UsageError
 
 # Every command imports what it needs when it runs: `--help`, `validate` and `status` answer at once.
 if TYPE_CHECKING:
@@ -259,7 +259,7 @@ def validate(job: str, params: dict[str, str], overrides: tuple[str, ...]) -> No
 @click.option("--json", "as_json", is_flag=True, help="One JSON line.")
 def status(job: str, params: dict[str, str], overrides: tuple[str, ...], as_json: bool) -> None:
     """Show how far a run is. JOB is its job file or its output folder."""
-    from batchgen.io.files import Store
+    from batchgen.io.files import Store, local_path
     from batchgen.ledger import peek
 
     if os.path.isfile(job) or job.endswith((".yaml", ".yml")):
@@ -268,6 +268,8 @@ def status(job: str, params: dict[str, str], overrides: tuple[str, ...], as_json
     elif params or overrides:
         raise click.UsageError(f"--param and --set go with a job file, {job} is a folder")
     else:
+        if not os.path.isdir(local_path(job) or "/"):
+            raise NoInputError(f"{job}: no such folder or job file")
         store = Store(job)
     found = peek(store)
     if as_json:
@@ -306,7 +308,9 @@ def bench() -> None:
 
 @bench.command("engine")
 @click.option("--model", required=True, metavar="PATH", help="As model.path in a job file.")
-@click.option("--workload", default="mixed", show_default=True, metavar="NAME", help="One of the built-in workloads.")
+@click.option(
+    "--workload", default="mixed", show_default=True, metavar="NAME", help="nano, mixed, prefix, longtail or summarise."
+)
 @click.option("--workload-file", type=click.Path(), help="A JSON list of {prompt: [token ids], out: number} instead.")
 @click.option("--save", type=click.Path(), help="Write the generated token ids to this file.")
 @_set_option

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
 from types import FrameType
@@ -18,15 +19,15 @@ import pyarrow as pa
 from batchgen import __version__, ledger
 from batchgen.carry import input_fields
 from batchgen.collector import Collector, OpenShard, results_of
-from batchgen.errors import ConfigError, DataError, Interrupted
+from batchgen.errors import ConfigError, DataError, Interrupted, StorageError
 from batchgen.feeder import Feeder, RowBatch
 from batchgen.io import sinks, sources
-from batchgen.io.files import Store, expand
+from batchgen.io.files import InputFile, Store, expand, local_path
 from batchgen.lease import Heart
 from batchgen.ledger import Ledger
 from batchgen.metrics import Meter
 from batchgen.report import Progress, table
-from batchgen.runfolder import Counters
+from batchgen.runfolder import TRIAL, Counters
 from batchgen.spec import JobSpec, SamplingSpec
 from batchgen.tokenizer import Tokenizer
 from batchgen.types import NO_TOKENS, Completion, InFlight, Request, RowError, RowKey, ShardRange, TokenIds
@@ -38,6 +39,7 @@ MAX_OPEN_ROWS = 65_536  # in shards that are not committed
 MAX_OPEN_TOKENS = 32 << 20  # of their prompts
 BATCHES_AT_ONCE = 8  # between two steps
 MAX_PENDING_BYTES = 16 << 20  # finished samples that are in no checkpoint yet
+EXAMPLES = 3  # failures that an error message shows
 ROWS_BEFORE_JUDGING = 1000  # a share of failed rows is judged from here on while the number of rows is not known
 
 
@@ -201,6 +203,7 @@ class _Start:
         spec, store, overwrite = self._spec, self.store, self._options.overwrite
         files = expand(spec.input.path, spec.input.storage_options, allow_empty=spec.input.allow_empty)
         listed = [asdict(file) for file in files]
+        _refuse_mixed_folders(files, store)
 
         def prove(number: int) -> str:
             return sources.content_proof(files[number], spec.input.storage_options)
@@ -213,6 +216,12 @@ class _Start:
             same_model = record is not None and record["spec"]["model"] == spec.to_json()["model"]
             now = fingerprint(spec, None if same_model else self._model_opener(_pinned(spec, record)))
             ledger.check_same(store, fingerprint=now, inputs=listed, prove=prove)
+            there = set(store.list())
+            if gone := [part["name"] for part in success["parts"] if part["name"] not in there]:
+                raise StorageError(
+                    f"{store.url}: this run is finished, but {len(gone)} of its parts are gone, first {gone[0]}; "
+                    "put them back, or delete _SUCCESS and run again to compute them anew"
+                )
             logger.info("%s: this run is finished already, nothing to do", store.url)
             return self._summary(success["counters"], status="done", complete=True, resumed=True)
         formats = [sources.detect(file, spec.input.format, spec.input.storage_options) for file in files]
@@ -254,11 +263,14 @@ class _Start:
                 )
             )
             before = book.totals()
+            if book.epoch > 1:
+                logger.info("going on: %s rows are committed, %s samples saved", f"{before.rows:,}", f"{book.saved:,}")
+            logger.info("loading %s in %s", spec.model.path, model.dtype)
             meter = Meter(rows_before=before.rows, rows_failed_before=before.rows_failed)
             meter.sizes = {number: files[number].size for number in unread}
             progress = Progress(meter)
             stack.callback(progress.close)
-            loop = _Loop(self, spec, schema, book, feeder, model, meter, progress, heart)
+            loop = _Loop(self, spec, files, schema, book, feeder, model, meter, progress, heart)
             self._stop.wait_for_loop()
             loop.run()
             progress.close()
@@ -293,12 +305,23 @@ class _Start:
             resumed=book.epoch > 1,
             seconds=seconds,
             tokens_per_second=speed,
+            **({"trial": self.store.path(TRIAL.rstrip("/"))} if loop.trial.rows else {}),
         )
 
     def _summary(self, counters: Mapping[str, Any], **more: Any) -> dict[str, Any]:
         summary = {"name": self._spec.name, "output": self.store.url, **counters, **more}
         print(table(summary), file=sys.stderr)
         return summary
+
+
+def _refuse_mixed_folders(files: Sequence[InputFile], store: Store) -> None:
+    """Results among the input would be input of the next start."""
+    home = os.path.realpath(local_path(store.url) or store.url)
+    for file in files:
+        if os.path.dirname(os.path.realpath(local_path(file.path) or file.path)) == home:
+            raise ConfigError(
+                f"output.path: {store.url} is the folder of an input file, {file.path}; results need one of their own"
+            )
 
 
 def _pinned(spec: JobSpec, record: Mapping[str, Any] | None) -> JobSpec:
@@ -316,6 +339,7 @@ class _Loop:
         self,
         start: _Start,
         spec: JobSpec,
+        files: Sequence[InputFile],
         schema: pa.Schema,
         book: Ledger,
         feeder: Feeder,
@@ -324,7 +348,7 @@ class _Loop:
         progress: Progress,
         heart: Heart,
     ) -> None:
-        self._start, self._spec, self._schema = start, spec, schema
+        self._start, self._spec, self._files, self._schema = start, spec, files, schema
         self._ledger, self._feeder = book, feeder
         self._meter, self._progress, self._heart = meter, progress, heart
         self._tokenizer = model.tokenizer
@@ -336,6 +360,8 @@ class _Loop:
             file: {shard: known for shard, known in shards.items() if known is not None}
             for file, shards in self._done.items()
         }
+        self._has_warned = False
+        self._examples: list[str] = []  # the first failures, for people
         self._saved = self._began = time.monotonic()
         self._ticked = 0.0
         self.seconds = 0.0
@@ -419,6 +445,10 @@ class _Loop:
         row_is_finished, code = self._collector.finish(completion)
         if row_is_finished:
             self._meter.finish_row(code)
+        error = completion.error
+        if error is not None and completion.sample == 0 and len(self._examples) < EXAMPLES:
+            path = self._files[completion.key.file].path
+            self._examples.append(f"{path} row {completion.key.row}: {error.code}: {error.message}")
 
     def _commit(self, shard: OpenShard) -> None:
         output = self._spec.output
@@ -429,6 +459,7 @@ class _Loop:
             skip_special=output.skip_special_tokens,
         )
         counters = results.counters()
+        self._warn_of_repeated_ids(results)
         metadata = self._ledger.part_metadata(results.shard, counters)
         data = sinks.build_part(output.format, self._schema, results, metadata)
         if shard.cut_off:
@@ -437,6 +468,18 @@ class _Loop:
             self.trial.add(counters)
         else:
             self._ledger.commit_part(results.shard, data, counters)
+
+    def _warn_of_repeated_ids(self, results: sinks.ShardResults) -> None:
+        if self._spec.input.id is None or self._has_warned:
+            return
+        ids = [value for batch in results.inputs for value in batch.column(0).to_pylist() if value is not None]
+        if len(set(ids)) < len(ids):
+            self._has_warned = True
+            logger.warning(
+                "ids repeat in column %s: rows of one id draw the same random numbers, and results cannot be joined by "
+                "it alone",
+                self._spec.input.id,
+            )
 
     # -- between steps
 
@@ -448,6 +491,7 @@ class _Loop:
             self._ticked = now
             stats = self._engine.stats()
             self._meter.tick(stats.prompt_tokens, stats.output_tokens)
+            self._show_progress()
             if self._feeder.finished:
                 self._meter.exact_total = self._meter.rows_done + self._collector.open_rows
             self._progress.update(stats.kv_blocks_used / max(stats.kv_blocks_total, 1), stats.running)
@@ -460,7 +504,12 @@ class _Loop:
             self._ledger.checkpoint(self._engine.snapshot())
             self._saved = time.monotonic()
 
+    def _show_progress(self) -> None:
+        failed = self._meter.rows_failed_before + sum(self._meter.failed.values())
+        self._ledger.show_progress(rows_done=self._meter.rows_done, rows_failed=failed)
+
     def _drain(self, reason: str) -> None:
+        self._show_progress()
         self._ledger.checkpoint(self._engine.snapshot())
         rows = f"{self._meter.rows_done:,} rows are finished"
         why = "a limit of this start is reached" if reason == "limit" else f"{self._start.stop_name} received"
@@ -470,21 +519,25 @@ class _Loop:
         """DataError when more rows failed than the job allows, earlier starts included.
 
         A share is one of all rows, those that wait included: bad rows are finished sooner than good ones. A trial,
-        which sees some of the rows, cannot pass it.
+        which sees some of the rows, passes it only when all of them failed.
         """
         failed = self._meter.rows_failed_before + sum(self._meter.failed.values())
         seen = self._meter.rows_done + self._collector.open_rows
         allowed = self._spec.errors.max_failed
         if isinstance(allowed, float):
             known = self._feeder.finished or seen >= ROWS_BEFORE_JUDGING
-            if not known or self._start.limit is not None or failed <= allowed * seen:
+            if self._start.limit is not None:  # a trial says little of all rows, unless nothing works at all
+                allowed = 1.0 - 1e-9
+            if not known or failed <= allowed * seen:
                 return
         elif failed <= allowed:
             return
         codes = ", ".join(f"{code} {count:,}" for code, count in self._meter.failed.most_common())
+        if codes:
+            codes = f": {codes} in this start, first\n  " + "\n  ".join(self._examples)
         self._ledger.checkpoint(self._engine.snapshot())
         raise DataError(
-            f"{failed:,} of {seen:,} rows failed, more than errors.max_failed ({allowed}) allows"
-            f"{f': {codes} in this start' if codes else ''}. Finished rows are kept; mend the input, or allow more and "
-            "run again"
+            f"{failed:,} of {seen:,} rows failed, more than errors.max_failed allows{codes}\nFinished rows are kept: "
+            "to go on with them, allow more failures and run again; after a change of prompt or input use another "
+            "output.path, or --overwrite"
         )

@@ -99,6 +99,7 @@ class Lease:
 
     def __init__(self, store: Store, slot: int, epoch: int, record: dict[str, Any]) -> None:
         self.epoch = epoch
+        self.progress: dict[str, int] = {}  # for `status`; replaced whole
         self._store, self._slot, self._record = store, slot, record
         self._counter = 0
         self._due = 0.0
@@ -163,7 +164,7 @@ class Lease:
 
     def _write(self, *, released: bool) -> None:
         self._counter += 1
-        clocks = {"time": now(), "monotonic": time.monotonic()}
+        clocks = {"time": now(), "monotonic": time.monotonic(), "progress": self.progress}
         self._store.replace(
             lease_name(self._slot), encode({**self._record, **clocks, "counter": self._counter, "released": released})
         )

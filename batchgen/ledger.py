@@ -142,6 +142,11 @@ class Ledger:
     # pieces
 
     @property
+    def saved(self) -> int:
+        """Samples of open shards that earlier starts left, finished or begun."""
+        return len(self._pieces.restored)
+
+    @property
     def pending_bytes(self) -> int:
         """Finished samples that are in no piece and no part yet."""
         return self._pieces.pending_bytes
@@ -284,6 +289,10 @@ class Ledger:
 
     # the slot
 
+    def show_progress(self, *, rows_done: int, rows_failed: int) -> None:
+        """What the next heartbeats tell `status`: rows finished, committed or not."""
+        self._lease.progress = {"rows_done": rows_done, "rows_failed": rows_failed}
+
     def heartbeat(self) -> None:
         """Show that this worker lives; call it often, it acts every 5 s. Interrupted("fenced") when replaced."""
         self._lease.beat()
@@ -381,7 +390,8 @@ def read_success(store: Store) -> dict[str, Any] | None:
 class RunStatus:
     """A run as its folder shows it. `state`: "empty", "running", "stopped" or "finished".
 
-    Rows count where they are committed; totals are None until every input file has been read to its end.
+    Rows and failures count as the last heartbeat told, tokens where they are committed; totals are None until every
+    input file has been read to its end.
     """
 
     state: str
@@ -438,15 +448,16 @@ def peek(store: Store) -> RunStatus:
             totals.rows += ranges[key].num_rows
     epoch = latest_epoch(store, SLOT)
     last = holder(store, SLOT, epoch) if epoch else {}
+    progress = last.get("progress", {})
     return RunStatus(
         "running" if last and seems_alive(last) else "stopped",
         str(job["spec"].get("name", "")),
         files,
         shards_done=len(parts),
         shards_total=len(ranges) if whole else None,
-        rows_done=totals.rows,
+        rows_done=max(totals.rows, progress.get("rows_done", 0)),
         rows_total=sum(shard.num_rows for shard in ranges.values()) if whole else None,
-        rows_failed=totals.rows_failed,
+        rows_failed=max(totals.rows_failed, progress.get("rows_failed", 0)),
         prompt_tokens=totals.prompt_tokens,
         output_tokens=totals.output_tokens,
         started=job["created"],

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from batchgen.types import Completion
 
+ROWS_BEFORE_FORECAST = 20  # the first rows to end are the short ones
+
 
 @dataclass(slots=True)
 class Meter:
@@ -80,10 +82,11 @@ class Meter:
 
     def seconds_left(self) -> float | None:
         """Time to the end: rows left, at the mean length of rows finished here, at the present pace."""
-        if self.total_rows is None or self.rows == 0:
+        rows_ok = self.rows - sum(self.failed.values())
+        if self.total_rows is None or rows_ok < ROWS_BEFORE_FORECAST:
             return None
         rate = sum(self.rates())
         if rate <= 0:
             return None
-        tokens_per_row = (self.prompt_tokens + self.output_tokens) / self.rows
+        tokens_per_row = (self.prompt_tokens + self.output_tokens) / rows_ok
         return max(self.total_rows - self.rows_done, 0) * tokens_per_row / rate

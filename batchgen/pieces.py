@@ -156,7 +156,7 @@ class Pieces:
     def __init__(self, store: Store, slot: int, epoch: int, digest: str) -> None:
         self._store, self._slot, self._epoch, self._digest = store, slot, epoch, digest
         self._number = 0
-        self._restored: dict[_Key, Completion | InFlight] = {}
+        self.restored: dict[_Key, Completion | InFlight] = {}
         self._pending: dict[_Key, Completion] = {}
         self._stored: dict[_Key, _Stored] = {}
         self._rows: dict[str, dict[int, npt.NDArray[np.int64]]] = {}  # piece: file: rows not in a part yet
@@ -184,9 +184,9 @@ class Pieces:
                         chains[entry.key] = np.concatenate([have[: entry.start], entry.token_ids])
         for key, token_ids in chains.items():
             if key not in finished:
-                self._restored[key] = InFlight(RowKey(*key[:2]), key[2], token_ids)
+                self.restored[key] = InFlight(RowKey(*key[:2]), key[2], token_ids)
                 self._stored[key] = _Stored(len(token_ids), _check(token_ids))
-        self._restored |= finished
+        self.restored |= finished
         self._sweep()
 
     def _read(self, name: str) -> pa.RecordBatch | None:
@@ -200,7 +200,7 @@ class Pieces:
 
     def take(self, key: RowKey, sample: int) -> Completion | InFlight | None:
         """What earlier starts left of this sample, once: finished, begun, or nothing."""
-        return self._restored.pop((key.file, key.row, sample), None)
+        return self.restored.pop((key.file, key.row, sample), None)
 
     # writing
 
@@ -246,7 +246,7 @@ class Pieces:
     def committed(self, shard: ShardRange) -> None:
         """The rows of `shard` are in a part: forget them, and delete the pieces that hold nothing else."""
         stop = shard.first_row + shard.num_rows
-        for table in (self._pending, self._stored, self._restored):
+        for table in (self._pending, self._stored, self.restored):
             for key in [key for key in table if key[0] == shard.file and shard.first_row <= key[1] < stop]:
                 del table[key]
         self._count_pending()

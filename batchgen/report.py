@@ -77,6 +77,7 @@ def table(summary: Mapping[str, Any]) -> str:
     rows = [
         ("rows", f"{summary['rows']:,}"),
         ("ok", f"{summary['rows'] - summary['rows_failed']:,}"),
+        *([("results", f"{summary['results']:,}")] if summary["results"] != summary["rows"] else []),
         *((f"failed: {code}", f"{count:,}") for code, count in sorted(failed.items())),
         *((f"finish: {reason}", f"{count:,}") for reason, count in sorted(summary["finish_reasons"].items())),
         ("prompt tokens", f"{summary['prompt_tokens']:,}"),
@@ -85,7 +86,9 @@ def table(summary: Mapping[str, Any]) -> str:
     if "seconds" in summary:
         rows.append(("time", duration(summary["seconds"])))
     if summary.get("tokens_per_second"):
-        rows.append(("tokens/s", f"{summary['tokens_per_second']:,.0f}"))
+        rows.append(("tokens/s", f"{summary['tokens_per_second']:,.0f} in and out, once loaded"))
     rows.append(("output", summary["output"]))
+    if "trial" in summary:
+        rows.append(("to look at", summary["trial"]))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)

@@ -412,14 +412,19 @@ def load(
     *,
     params: Mapping[str, str] | None = None,
     overrides: Sequence[str] = (),
-    environ: Mapping[str, str] = os.environ,
+    environ: Mapping[str, str] | None = None,
 ) -> JobSpec:
-    """The job file at `path`, with `--set` overrides ("a.b.c=VALUE") and then `${NAME}` references put in."""
+    """The job file at `path`, with `--set` overrides ("a.b.c=VALUE") and then `${NAME}` references put in.
+
+    `environ` is this process's environment by default.
+    """
     where = os.fspath(path)
     data, place = _overridden(
         {"name": Path(path).stem, **jobfile.parse_mapping(jobfile.read(path), where)}, overrides, where
     )
-    return validated(JobSpec, jobfile.substitute(data, params or {}, environ, where), place)
+    return validated(
+        JobSpec, jobfile.substitute(data, params or {}, os.environ if environ is None else environ, where), place
+    )
 
 
 def parse(data: Mapping[str, Any], *, where: str = "job", overrides: Sequence[str] = ()) -> JobSpec:

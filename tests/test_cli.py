@@ -472,9 +472,11 @@ def test_status_goes_from_stopped_to_finished(call: Any, job: Path, ledger: Ledg
 
 
 def test_status_of_a_folder_without_a_run(call: Any, tmp_path: Path) -> None:
-    result = call("status", tmp_path / "nothing")
-    assert (result.code, result.out) == (0, f"{tmp_path}/nothing: no run in this folder\n")
-    assert json.loads(call("status", tmp_path / "nothing", "--json").out)["state"] == "empty"
+    result = call("status", tmp_path)
+    assert (result.code, result.out) == (0, f"{tmp_path}: no run in this folder\n")
+    assert json.loads(call("status", tmp_path, "--json").out)["state"] == "empty"
+    result = call("status", tmp_path / "typo")
+    assert result.code == 66 and "typo: no such folder" in result.err
 
 
 # -- bench -------------------------------------------------------------------------------------------------------------

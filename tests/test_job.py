@@ -20,7 +20,7 @@ import pytest
 from fakes import CHATML, Died, FailingStore, FakeEngine, FakeModel, byte_tokenizer, fake_tokens
 
 from batchgen import job, spec
-from batchgen.errors import ConfigError, DataError, Interrupted, NoInputError
+from batchgen.errors import ConfigError, DataError, Interrupted, NoInputError, StorageError
 from batchgen.feeder import Feeder
 from batchgen.io.files import Store, expand
 from batchgen.lease import Heart
@@ -104,7 +104,8 @@ def test_every_row_once_in_input_order(tmp_path: Path, model_folder: Path, kind:
     assert [row["id"] for row in found] == [f"k{i}" for i in range(100)]
     for row in found:
         text = row["text"]
-        carried = row["input_text"] if source.endswith("parquet") else json.loads(row["input_text"])
+        as_json = source.endswith("jsonl") and kind == "parquet"
+        carried = json.loads(row["input_text"]) if as_json else row["input_text"]
         assert row["token_ids"] == expected_tokens(carried)
         assert text == "".join(chr(t + 33) for t in row["token_ids"][: -1 if row["finish_reason"] == "stop" else None])
         assert row["prompt_tokens"] == len(carried) and row["error"] is None
@@ -203,7 +204,7 @@ def test_bad_rows_are_rows_with_an_error(tmp_path: Path, model_folder: Path) -> 
 def test_too_many_bad_rows_end_the_job(tmp_path: Path, model_folder: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"key": "a", "text": "fine"}\n{"key": "b"}\n' * 10)
-    with pytest.raises(DataError, match=r"10 of 20 rows failed.*max_failed \(0\.01\).*missing_column 10"):
+    with pytest.raises(DataError, match=r"10 of 20 rows failed.*max_failed allows: missing_column 10"):
         start(job_of(tmp_path, path), FakeModel(model_folder))
     assert not (tmp_path / "out/_SUCCESS").exists()
     with pytest.raises(DataError, match="10 of 20 rows failed"):  # however often it is tried
@@ -214,6 +215,40 @@ def test_too_many_bad_rows_end_the_job(tmp_path: Path, model_folder: Path) -> No
     engine = FakeEngine()
     assert start(job_of(tmp_path, path, errors__max_failed=0.5), FakeModel(model_folder, engine))["rows"] == 20
     assert engine.output_tokens < sum(row["output_tokens"] for row in results(job_of(tmp_path, path))) / 2
+
+
+def test_a_trial_in_which_nothing_works_is_no_success(tmp_path: Path, model_folder: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"key": "b"}\n' * 30)
+    told = r"10 of 10 rows failed.*missing_column 10(.|\n)*rows\.jsonl row 0: missing_column"
+    with pytest.raises(DataError, match=told):
+        start(job_of(tmp_path, path), FakeModel(model_folder), job.RunOptions(limit=10))
+
+
+def test_results_among_the_input_are_refused(tmp_path: Path, model_folder: Path) -> None:
+    write_rows(tmp_path / "in", 5)
+    with pytest.raises(ConfigError, match="folder of an input file"):
+        start(job_of(tmp_path, tmp_path / "in", output__path=str(tmp_path / "in/")), FakeModel(model_folder))
+
+
+def test_a_finished_run_that_lost_a_part_says_so(tmp_path: Path, model_folder: Path) -> None:
+    a_job = job_of(tmp_path, write_rows(tmp_path, 40))
+    start(a_job, FakeModel(model_folder))
+    (tmp_path / "out/part-00000-00001.parquet").unlink()
+    with pytest.raises(StorageError, match=r"1 of its parts are gone, first part-00000-00001\.parquet"):
+        start(a_job, FakeModel(model_folder))
+    (tmp_path / "out/_SUCCESS").unlink()
+    assert start(a_job, FakeModel(model_folder))["rows"] == 40
+    assert [row["id"] for row in results(a_job)] == [f"k{i}" for i in range(40)]
+
+
+def test_status_knows_rows_that_are_not_committed(tmp_path: Path, model_folder: Path) -> None:
+    a_job = job_of(tmp_path, write_rows(tmp_path, 12), output__shard_rows=100)
+    steps = iter(range(10**6))
+    engine = FakeEngine(running=4, think=lambda: time.sleep(1.05 if next(steps) == 6 else 0))
+    with pytest.raises(Interrupted):
+        start(a_job, FakeModel(model_folder, engine), job.RunOptions(max_output_tokens=100))
+    assert peek(Store(a_job.output.path)).rows_done > 0
 
 
 def test_few_bad_rows_among_slow_good_ones_are_no_reason_to_end(tmp_path: Path, model_folder: Path) -> None:

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchgen.errors import ConfigError, StorageError
+from batchgen.errors import BatchgenError, ConfigError, StorageError
 from batchgen.io import sinks
 from batchgen.io.sinks import ShardResults, build_part, count_jsonl, read_proof, result_schema, verify_parquet
 from batchgen.runfolder import Counters, metadata_of
@@ -268,5 +268,5 @@ def test_a_shard_without_rows_is_a_part_without_rows(part_format):
 def test_rows_out_of_order_are_never_written():
     results = make_results()
     results.completions = [results.completions[1], results.completions[0], *results.completions[2:]]
-    with pytest.raises(AssertionError):
+    with pytest.raises(BatchgenError, match="out of order"):
         build("parquet", result_schema(id_field=None, carried=[], token_ids=False), results)

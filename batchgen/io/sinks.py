@@ -33,6 +33,8 @@ RESULT_FIELDS = (
 )
 TOKEN_IDS_FIELD = pa.field("token_ids", pa.list_(pa.int32()))
 
+JSON_TEXT = {b"batchgen.holds": b"json"}  # marks a text column whose values are JSON
+
 _PREFIX = "batchgen."
 _BLOCK_BYTES = 64 << 20  # Arrow data built at a time; also a Parquet row group's
 _TAIL_BYTES = 32 << 10  # a part's footer is a few kilobytes
@@ -63,7 +65,7 @@ def result_schema(*, id_field: pa.Field | None, carried: Sequence[pa.Field], tok
             )
         names[name] = field.name
     first = pa.field("id", pa.string() if id_field is None else id_field.type)
-    return pa.schema([first, *(pa.field(name, field.type) for name, field in zip(names, carried, strict=True)), *own])
+    return pa.schema([first, *(field.with_name(name) for name, field in zip(names, carried, strict=True)), *own])
 
 
 @dataclass(slots=True)
@@ -268,9 +270,12 @@ def _build_jsonl(schema: pa.Schema, results: ShardResults) -> bytes:
     for rows in _blocks(results):
         table = _table(schema, results, rows)
         columns = []
-        for column in table.columns:
+        for field, column in zip(schema, table.columns, strict=True):
             plain = _plain_type(column.type)
-            columns.append((column if plain == column.type else column.cast(plain)).to_pylist())
+            values = (column if plain == column.type else column.cast(plain)).to_pylist()
+            if field.metadata == JSON_TEXT:
+                values = [None if value is None else orjson.Fragment(value) for value in values]
+            columns.append(values)
         for values in zip(*columns, strict=True):
             row = dict(zip(schema.names, values, strict=True))
             lines.write(orjson.dumps(row, default=_json_value, option=options))
