@@ -11,6 +11,8 @@ from batchgen.errors import ConfigError, PermissionDenied
 from batchgen.io.files import InputFile, expand, local_path, open_input
 from batchgen.spec import JobSpec, PromptSpec
 
+HEAD_BYTES = 256 << 10  # of a JSON Lines file that `validate` looks at
+
 
 def check(spec: JobSpec, where: str) -> str:
     """Raises the error that a run of the job would end with; returns what it would read and write, in a line."""
@@ -101,13 +103,15 @@ def _check_output(path: str) -> None:
 
 
 def _check_columns(spec: JobSpec, file: InputFile, variables: dict[str, str], where: str) -> None:
-    """The columns that the job names are in the first file, if it says what it has: Parquet does."""
+    """The columns that the job needs are in the first file: in its schema (Parquet), or in one of its first lines."""
     with open_input(file.path, spec.input.storage_options) as raw:
-        magic = raw.read(4)
-    if magic != b"PAR1" and spec.input.format != "parquet":
-        return  # and Arrow, slow to import, is not needed
+        head = raw.read(HEAD_BYTES)
+    if not head.startswith(b"PAR1") and spec.input.format != "parquet":
+        _check_lines(spec, file, head, variables, where)  # Arrow, slow to import, is not needed
+        return
     from batchgen.io import sources
-    from batchgen.prompts import DEFAULT_COLUMNS, WHOLE_ROW
+    from batchgen.prompts import DEFAULT_COLUMNS
+    from batchgen.templates import WHOLE_ROW
 
     found = sources.detect(file, spec.input.format, spec.input.storage_options)
     schema = sources.schema(file, found, spec.input.storage_options)
@@ -124,6 +128,26 @@ def _check_columns(spec: JobSpec, file: InputFile, variables: dict[str, str], wh
             f"{where}: `prompt`: expected one of column, template, messages, token_ids, or input with a column "
             f"{' or '.join(DEFAULT_COLUMNS)}; {have}"
         )
+
+
+def _check_lines(spec: JobSpec, file: InputFile, head: bytes, variables: dict[str, str], where: str) -> None:
+    """A column that none of the first JSON lines has is a typing error: every row would fail."""
+    from batchgen.io.jsonline import parse
+    from batchgen.templates import WHOLE_ROW
+
+    lines = head.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    whole = lines if len(head) < HEAD_BYTES else lines[:-1]
+    rows = [values for line in whole if line.strip() and isinstance(values := parse(line.strip())[0], dict)]
+    if not rows:  # compressed, or no JSON Lines: the run will look closer
+        return
+    have = set().union(*rows)
+    variables.pop(WHOLE_ROW, None)
+    for column, key in _wanted(spec, variables):
+        if column not in have and key != "output.columns":  # others may be rare
+            raise ConfigError(
+                f"{where}: `{key}`: none of the first {len(rows)} rows has a column {column}; the columns of "
+                f"{file.path} are {', '.join(sorted(have))}"
+            )
 
 
 def _wanted(spec: JobSpec, variables: dict[str, str]) -> Iterator[tuple[str, str]]:

@@ -14,11 +14,11 @@ from jinja2 import meta
 from batchgen import templates
 from batchgen.errors import ConfigError, InvalidRow
 from batchgen.spec import PromptSpec, SamplingSpec
+from batchgen.templates import WHOLE_ROW
 from batchgen.tokenizer import Tokenizer
 from batchgen.types import TokenIds
 
 DEFAULT_COLUMNS = ("messages", "prompt", "text")
-WHOLE_ROW = "row"  # the name under which a template finds columns whose names are no Jinja names
 MAX_CUTS = 8  # tries to shorten a conversation until it fits
 
 

@@ -20,6 +20,7 @@ from jinja2.utils import Namespace, missing
 
 from batchgen.errors import InvalidRow
 
+WHOLE_ROW = "row"  # the name under which a template finds columns whose names are no Jinja names
 MAX_SECONDS = 2.0
 MAX_CHARS = 16 << 20
 MAX_BITS = 1 << 16  # of an integer: multiplying long ones cannot be interrupted

@@ -397,8 +397,8 @@ def test_validate_compiles_templates(call: Any, job: Path, template: str, line: 
     assert result.err.startswith(f"batchgen: {job}: `prompt.template`: not valid Jinja: line {line}: ")
 
 
-def test_validate_reads_no_columns_of_jsonl(call: Any, job: Path) -> None:
-    (job.parent / "in.jsonl").write_text('{"body": "x"}\n')
+def test_validate_reads_jsonl_as_what_it_is(call: Any, job: Path) -> None:
+    (job.parent / "in.jsonl").write_text('{"id": 1, "text": "x"}\n')
     assert call("validate", job, "--set", f"input.path={job.parent}/in.jsonl").code == 0
     result = call("validate", job, "--set", f"input.path={job.parent}/in.jsonl", "--set", "input.format=parquet")
     assert result.code == 65 and "not a Parquet file" in result.err
@@ -526,9 +526,17 @@ def test_help_imports_nothing(job: Path) -> None:
     assert imported("--version") == set()
 
 
+@pytest.mark.parametrize("override", ["input.id=nope", "prompt.template=hello {{ txt }}"])
+def test_validate_finds_a_column_that_no_line_has(call: Any, job: Path, override: str) -> None:
+    (job.parent / "in.jsonl").write_text('{"text": "x", "id": 1}\n' * 3)
+    result = call("validate", job, "--set", f"input.path={job.parent}/in.jsonl", "--set", override)
+    assert result.code == 78
+    assert "none of the first 3 rows has a column" in result.err and "in.jsonl are id, text" in result.err
+
+
 def test_validate_and_status_import_no_torch(job: Path) -> None:
     assert "torch" not in imported("validate", job)
-    (job.parent / "in.jsonl").write_text('{"text": "x"}\n')
+    (job.parent / "in.jsonl").write_text('{"id": 1, "text": "x"}\n')
     assert not {"torch", "pyarrow", "numpy"} & imported("validate", job, "--set", f"input.path={job.parent}/in.jsonl")
     assert not {"torch", "transformers"} & imported("status", job)
 
