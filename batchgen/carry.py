@@ -26,6 +26,13 @@ DECLARED_TYPES: dict[str, tuple[pa.DataType, tuple[type, ...]]] = {  # what a JS
 }
 
 
+PLAIN_TYPES = {  # what results hold in place of types that writers and readers do without
+    pa.null(): pa.string(),
+    pa.string_view(): pa.string(),
+    pa.binary_view(): pa.binary(),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     """One column on its way into the results.
@@ -107,7 +114,7 @@ def _all_names(
 
 def _common_type(name: str, tables: Sequence[pa.Schema]) -> pa.DataType | None:
     """The type that holds the column of every file; None where there is none."""
-    found = {schema.types[schema.names.index(name)] for schema in tables if name in schema.names}
+    found = {schema.field(name).type for schema in tables if schema.get_field_index(name) >= 0}
     try:
         one_each = [pa.schema([pa.field(name, kind)]) for kind in found]
         common = pa.unify_schemas(one_each, promote_options="permissive").field(0).type
@@ -115,7 +122,24 @@ def _common_type(name: str, tables: Sequence[pa.Schema]) -> pa.DataType | None:
         return None
     if pa.types.is_floating(common) and any(pa.types.is_integer(kind) and kind.bit_width > 32 for kind in found):
         return None  # a long id would come out changed
-    return pa.string() if pa.types.is_null(common) else common
+    return PLAIN_TYPES.get(common, common)
+
+
+def _readable(array: pa.Array, name: str, wrong: dict[int, RowError]) -> pa.Array:
+    """The array; text in it that is no UTF-8 becomes null, and its row an error."""
+    try:
+        array.validate(full=True)
+    except pa.ArrowInvalid:
+        values = []
+        for place in range(len(array)):
+            try:
+                array.slice(place, 1).validate(full=True)
+                values.append(array.slice(place, 1))
+            except pa.ArrowInvalid:
+                wrong[place] = RowError("invalid_unicode", f"column `{name}` is not valid UTF-8")
+                values.append(pa.nulls(1, array.type))
+        return pa.concat_arrays(values)
+    return array
 
 
 class Carrier:
@@ -145,7 +169,9 @@ class Carrier:
         if column.form == "own":
             assert chunk.batch is not None  # all input is Parquet
             index = chunk.batch.schema.get_field_index(name)
-            return pa.nulls(len(chunk.rows), kind) if index < 0 else chunk.batch.column(index).cast(kind)
+            if index < 0:
+                return pa.nulls(len(chunk.rows), kind)
+            return _readable(chunk.batch.column(index), name, wrong).cast(kind)
         convert = CONVERTERS.get(column.form) or _checked(column.form)
         values = []
         for place, row in enumerate(chunk.rows):

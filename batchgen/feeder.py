@@ -27,7 +27,7 @@ import psutil
 
 from batchgen import errors
 from batchgen.carry import InputFields, input_fields
-from batchgen.errors import BatchgenError
+from batchgen.errors import BatchgenError, Interrupted
 from batchgen.feeder_child import RowBatch, State, Task
 from batchgen.io.files import InputFile
 from batchgen.spec import JobSpec
@@ -124,7 +124,7 @@ class Feeder:
             return None
         if kind == "failed":
             raise _rebuilt(*payload)
-        raise BatchgenError(self._child.last_words())
+        raise self._child.last_words()
 
     def _note(self, batch: RowBatch) -> None:
         """Keep what is delivered, for a child that has to start in the middle."""
@@ -219,16 +219,17 @@ class _Child:
             return None
         return (file, first, last) if used - self._busy_since > seconds else None
 
-    def last_words(self) -> str:
+    def last_words(self) -> BatchgenError:
         """Why a child that said nothing is gone."""
         code = self._process.wait()
         if code == -signal.SIGKILL:
-            return (
-                "the feeder process was killed by signal 9: most likely the machine ran out of memory; "
-                "progress is saved, give the job more memory and run it again"
+            return Interrupted(
+                "the feeder process was killed by signal 9: most likely the machine ran out of memory; give the job "
+                "more memory and run it again",
+                reason="feeder",
             )
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return f"the feeder process {how} without a message; progress is saved, run the job again"
+        return BatchgenError(f"the feeder process {how} without a message; run the job again")
 
     def close(self) -> None:
         self._closing = True

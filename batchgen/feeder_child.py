@@ -65,10 +65,13 @@ class RowBatch:
         """The row after this batch, and after the shard that it ends."""
         return self.end.first_row + self.end.num_rows if self.end is not None else self.first_row + self.num_rows
 
-    def noise_name(self, index: int) -> str:
-        """What the row's random draws are named after: its id, or its place where it has none."""
-        value = self.carried.column(0)[index].as_py() if self.has_id else None
-        return f"{self.file}:{self.first_row + index}" if value is None else str(value)
+    def noise_names(self) -> list[str]:
+        """What the rows' random draws are named after: their ids, or their places where these are none, or no text."""
+        ids: list[str | None] = [None] * self.num_rows
+        if self.has_id:
+            with contextlib.suppress(pa.ArrowException, UnicodeDecodeError):  # a list, a struct, binary data
+                ids = self.carried.column(0).cast(pa.string()).to_pylist()
+        return [f"{self.file}:{self.first_row + i}" if name is None else name for i, name in enumerate(ids)]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Arrow pickles a slice with all that it is a slice of; its own stream format does not."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -15,11 +16,12 @@ from types import FrameType
 from typing import Any, Protocol
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from batchgen import __version__, ledger
 from batchgen.carry import input_fields
 from batchgen.collector import Collector, OpenShard, results_of
-from batchgen.errors import ConfigError, DataError, Interrupted, StorageError
+from batchgen.errors import BatchgenError, ConfigError, DataError, Interrupted, StorageError
 from batchgen.feeder import Feeder, RowBatch
 from batchgen.io import sinks, sources
 from batchgen.io.files import InputFile, Store, expand, local_path
@@ -203,7 +205,7 @@ class _Start:
         spec, store, overwrite = self._spec, self.store, self._options.overwrite
         files = expand(spec.input.path, spec.input.storage_options, allow_empty=spec.input.allow_empty)
         listed = [asdict(file) for file in files]
-        _refuse_mixed_folders(files, store)
+        _refuse_mixed_folders(spec, files, store)
 
         def prove(number: int) -> str:
             return sources.content_proof(files[number], spec.input.storage_options)
@@ -228,6 +230,7 @@ class _Start:
         fields = input_fields(spec, files, formats)
         schema = sinks.result_schema(id_field=fields.id, carried=fields.carried, token_ids=spec.output.token_ids)
         model = self._model_opener(_pinned(spec, record))
+        _check_stop_ids(spec, model)
         if overwrite:  # the last moment: whatever is wrong with the job has been said
             ledger.overwrite(store)
         with ExitStack() as stack:
@@ -314,14 +317,30 @@ class _Start:
         return summary
 
 
-def _refuse_mixed_folders(files: Sequence[InputFile], store: Store) -> None:
+def _refuse_mixed_folders(spec: JobSpec, files: Sequence[InputFile], store: Store) -> None:
     """Results among the input would be input of the next start."""
     home = os.path.realpath(local_path(store.url) or store.url)
+    for pattern in spec.input.path:
+        folder, found, _ = (local_path(pattern) or pattern).partition("**")
+        finds_folders = folder.rstrip("/").endswith("/*")  # which are read as folders
+        if found or finds_folders or os.path.isdir(folder):
+            base = os.path.realpath(folder.rstrip("/").removesuffix("*") or ".")
+            if home == base or home.startswith(base.rstrip("/") + "/"):
+                raise ConfigError(
+                    f"output.path: {store.url} is inside the input, {pattern}; results need a place of their own"
+                )
     for file in files:
         if os.path.dirname(os.path.realpath(local_path(file.path) or file.path)) == home:
             raise ConfigError(
                 f"output.path: {store.url} is the folder of an input file, {file.path}; results need one of their own"
             )
+
+
+def _check_stop_ids(spec: JobSpec, model: ModelLike) -> None:
+    size = model.tokenizer.vocab_size
+    for token_id in spec.sampling.stop_token_ids:
+        if not 0 <= token_id < size:
+            raise ConfigError(f"sampling.stop_token_ids: {token_id}, but the model's ids are 0 to {size - 1}")
 
 
 def _pinned(spec: JobSpec, record: Mapping[str, Any] | None) -> JobSpec:
@@ -369,7 +388,21 @@ class _Loop:
         self.trial = Counters()  # of shards that a row limit cut off
 
     def run(self) -> None:
-        """Raises Interrupted (progress is saved) or DataError (too many failed rows)."""
+        """Raises Interrupted (progress is saved) or DataError (too many failed rows); saves progress whatever fails."""
+        try:
+            self._run()
+        except StorageError:
+            raise
+        except Interrupted as error:
+            if error.reason == "feeder":
+                self._ledger.checkpoint(self._engine.snapshot())
+            raise
+        except Exception:
+            with contextlib.suppress(BatchgenError):  # what failed first is what is to be told
+                self._ledger.checkpoint(self._engine.snapshot())
+            raise
+
+    def _run(self) -> None:
         while True:
             self._read()
             for completion in self._engine.step() if self._engine.has_work else []:
@@ -402,12 +435,13 @@ class _Loop:
         if batch.num_rows or batch.end is not None:
             self._meter.note_share(batch.file, batch.next_row, batch.share)
         failed = {index: RowError(code, message) for index, code, message in batch.errors}
+        names = batch.noise_names()
         for index in range(batch.num_rows):
             key = RowKey(batch.file, batch.first_row + index)
             error = failed.get(index)
             if error is None:
                 token_ids = batch.token_ids[batch.offsets[index] : batch.offsets[index + 1]]
-                self._submit(key, token_ids, noise_key(self._params.seed, batch.noise_name(index)))
+                self._submit(key, token_ids, noise_key(self._params.seed, names[index]))
             else:
                 for sample in range(self._params.n):
                     self._finish(Completion(key, sample, NO_TOKENS, "error", None, 0, error))
@@ -472,8 +506,12 @@ class _Loop:
     def _warn_of_repeated_ids(self, results: sinks.ShardResults) -> None:
         if self._spec.input.id is None or self._has_warned:
             return
-        ids = [value for batch in results.inputs for value in batch.column(0).to_pylist() if value is not None]
-        if len(set(ids)) < len(ids):
+        ids = pa.Table.from_batches(results.inputs).column(0).drop_null()
+        try:
+            distinct = pc.count_distinct(ids).as_py()
+        except pa.ArrowException:  # lists, structs: ids that nobody counts
+            return
+        if distinct < len(ids):
             self._has_warned = True
             logger.warning(
                 "ids repeat in column %s: rows of one id draw the same random numbers, and results cannot be joined by "
@@ -535,7 +573,6 @@ class _Loop:
         codes = ", ".join(f"{code} {count:,}" for code, count in self._meter.failed.most_common())
         if codes:
             codes = f": {codes} in this start, first\n  " + "\n  ".join(self._examples)
-        self._ledger.checkpoint(self._engine.snapshot())
         raise DataError(
             f"{failed:,} of {seen:,} rows failed, more than errors.max_failed allows{codes}\nFinished rows are kept: "
             "to go on with them, allow more failures and run again; after a change of prompt or input use another "

@@ -35,6 +35,7 @@ class JobRecord:
     shape: dict[str, Any]
     num_files: int
     digest: str
+    is_new: bool = False  # written by this start
 
 
 def read_job(store: Store) -> dict[str, Any] | None:
@@ -74,6 +75,7 @@ def establish(
         files = listed["files"]
         _compare_inputs(store, files, inputs, prove)
     digest = _digest(now if job is None else job, files)  # a number may be written in two ways: the first one counts
+    is_new = job is None
     if job is None:
         own = {"format_version": FORMAT_VERSION, "created": created, "spec": spec, **now, "digest": digest}
         own = _plain(own | {"batchgen": info.get("version")})
@@ -90,7 +92,7 @@ def establish(
     if listed is None:
         put_record(store, INPUTS, {"files": files})
     name = str(job["spec"].get("name", ""))
-    return JobRecord(name, job["created"], job["fingerprint"], job["shape"], len(files), digest)
+    return JobRecord(name, job["created"], job["fingerprint"], job["shape"], len(files), digest, is_new)
 
 
 def check_same(
@@ -106,11 +108,14 @@ def check_same(
     files that are not plainly the same only.
     """
     job, listed = read_job(store), read_record(store, INPUTS)
-    if job is not None:
-        then = {key: value for key, value in job["fingerprint"].items() if key in fingerprint}
-        _refuse(store, _changes(then, _plain(fingerprint)))
-    if listed is not None:
-        _compare_inputs(store, listed["files"], inputs, prove)
+    if job is None or listed is None:
+        raise ConfigError(
+            f"{store.url}: the run in this folder is finished, but {JOB if job is None else INPUTS} is gone or "
+            f"damaged, so that nobody can tell whether it was this job. {WAYS_OUT}"
+        )
+    then = {key: value for key, value in job["fingerprint"].items() if key in fingerprint}
+    _refuse(store, _changes(then, _plain(fingerprint)))
+    _compare_inputs(store, listed["files"], inputs, prove)
 
 
 def _refuse(store: Store, changes: list[str]) -> None:

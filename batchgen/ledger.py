@@ -96,6 +96,11 @@ class Ledger:
         try:
             with Heart(lease.beat) as heart:  # thousands of parts take their time on a slow store
                 parts = _read_parts(store, job.shape["format"], job.digest)
+                if job.is_new and None in parts.values():
+                    raise ConfigError(
+                        f"{store.url}: this folder holds parts of a run whose {JOB} is gone, so that nobody can tell "
+                        "which; move them out of the folder and run again"
+                    )
                 ledger = cls(store, job, lease, parts, Pieces(store, SLOT, lease.epoch, job.digest))
                 for file, shards in _read_index(store).items():
                     ledger._learn(file, shards)
@@ -280,10 +285,9 @@ class Ledger:
             "counters": self._totals.to_json(),
             "parts": parts,
         }
+        for name in self._store.list(TRIAL):  # the parts hold it all now
+            self._store.delete(name)
         summary = put_record(self._store, SUCCESS, {**extra, **own})
-        if "counters" not in summary:
-            summary = {**extra, **own}
-            self._store.replace(SUCCESS, runfolder.encode(summary))
         self._pieces.clear()
         return summary
 
@@ -382,8 +386,7 @@ def _read_index(store: Store) -> dict[int, list[ShardRange]]:
 
 def read_success(store: Store) -> dict[str, Any] | None:
     """What _SUCCESS says of a finished run; None where there is none, or only a damaged one."""
-    record = read_record(store, SUCCESS)
-    return record if record is not None and "counters" in record else None
+    return read_record(store, SUCCESS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -471,6 +474,8 @@ def peek(store: Store) -> RunStatus:
 def overwrite(store: Store) -> None:
     """Delete the run in this folder and nothing else: _SUCCESS first, job.json last, so that it can be repeated."""
     if not store.exists(JOB):
+        if read_success(store) is not None:
+            store.delete(SUCCESS)
         return
     epoch = latest_epoch(store, SLOT)
     last = holder(store, SLOT, epoch) if epoch else {}

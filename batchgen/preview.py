@@ -37,12 +37,13 @@ def _answers(
 ) -> Iterator[dict[str, Any]]:
     """One previewed batch, run to its end."""
     errors = {index: RowError(code, message) for index, code, message in batch.errors}
+    names = batch.noise_names()
     prompts = [batch.token_ids[start:end] for start, end in zip(batch.offsets, batch.offsets[1:], strict=False)]
     done: dict[tuple[int, int], Completion] = {}
     for index, prompt in enumerate(prompts):
         key = RowKey(batch.file, batch.first_row + index)
         if index not in errors:
-            engine.add(Request(key, prompt, params, noise_key(params.seed, batch.noise_name(index))))
+            engine.add(Request(key, prompt, params, noise_key(params.seed, names[index])))
     while engine.has_work:
         done.update(((one.key.row - batch.first_row, one.sample), one) for one in engine.step())
     shown = tokenizer.decode_batch(prompts, skip_special_tokens=False)
@@ -57,7 +58,7 @@ def _answers(
             one = done.get((index, sample))
             error = errors.get(index) if one is None else one.error
             yield {
-                "id": batch.noise_name(index),
+                "id": names[index],
                 "prompt": shown[index] if one is not None else None,
                 "prompt_tokens": one.prompt_tokens if one is not None else None,
                 "text": text_of[index, sample] if one is not None and error is None else None,

@@ -87,14 +87,32 @@ def decode(data: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
+# What a record must hold to be one; by its name, or its folder.
+NEEDS: dict[str, dict[str, type]] = {
+    JOB: {"format_version": int, "created": str, "spec": dict, "fingerprint": dict, "shape": dict, "digest": str},
+    INPUTS: {"files": list},
+    INDEX: {"file": int, "rows": int, "shards": list},
+    SUCCESS: {"digest": str, "name": str, "started": str, "finished": str, "counters": dict, "parts": list},
+}
+
+
+def _is_whole(name: str, record: dict[str, Any]) -> bool:
+    version = record.get("format_version")
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        return True  # of a later release, which says itself what it needs
+    needs = NEEDS.get(name) or NEEDS.get(name[: name.rfind("/") + 1], {})
+    return all(isinstance(record.get(key), kind) for key, kind in needs.items())
+
+
 def read_record(store: Store, name: str) -> dict[str, Any] | None:
     """The record called `name`; None where it is missing, or damaged (which a warning says)."""
     try:
         record = decode(store.read(name))
     except ObjectMissing:
         return None
-    if record is None:
-        logger.warning("%s in the run folder is damaged (not valid JSON); going on without it", name)
+    if record is None or not _is_whole(name, record):
+        logger.warning("%s in the run folder is damaged; going on without it", name)
+        return None
     return record
 
 

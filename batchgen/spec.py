@@ -127,7 +127,8 @@ class InputSpec(Section):
         default="auto", description="auto tells each file's format by its content, then by its name."
     )
     id: kinds.Text | None = Field(
-        default=None, description='Column with the row\'s id; null makes the id the text "file:row".'
+        default=None,
+        description='Column with the row\'s id, after which its random draws are named; null makes it the text "file:row".',
     )
     where: kinds.Text | None = Field(
         default=None, description="A filter over the columns: only rows that pass are read."

@@ -135,7 +135,7 @@ def test_rows_of_json_lines(data: Path, model: Path) -> None:
         "id": ["007", None, None, "3", "4", "5"],
         "stars": [5, None, None, None, 1, 2],
     }
-    assert [first.noise_name(i) for i in range(6)] == ["007", "0:1", "0:2", "3", "4", "5"]
+    assert first.noise_names() == ["007", "0:1", "0:2", "3", "4", "5"]
     assert first.end is not None and (first.end.first_row, first.end.num_rows) == (0, 6)
 
     empty = batches[1]
@@ -169,7 +169,7 @@ def test_rows_of_parquet(data: Path, model: Path) -> None:
     ends = [batch.end for batch in batches if batch.end is not None]
     assert [(end.shard, end.first_row, end.num_rows) for end in ends] == [(0, 0, 3), (1, 3, 2)]
     assert pa.Table.from_batches([b.carried for b in batches]).equals(table.select(["key", "when"]))
-    assert batches[0].noise_name(1) == "1"
+    assert batches[0].noise_names()[1] == "1"
     tokenizer = Tokenizer.load(model)
     assert [text for batch in batches for text in texts(tokenizer, batch)] == [
         f"<|im_start|>user\nm{i}<|im_end|>\n<|im_start|>assistant\n" for i in range(5)
@@ -270,7 +270,7 @@ def test_a_child_that_is_killed(data: Path, model: Path) -> None:
         feed._child._process.kill()
         with pytest.raises(BatchgenError, match=r"killed by signal 9.*out of memory") as caught:
             drain(feed)
-    assert caught.value.exit_code == ExitCode.INTERNAL
+    assert caught.value.exit_code == ExitCode.INTERRUPTED
 
 
 def test_the_child_dies_with_its_parent(data: Path, model: Path) -> None:

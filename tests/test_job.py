@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -227,8 +228,96 @@ def test_a_trial_in_which_nothing_works_is_no_success(tmp_path: Path, model_fold
 
 def test_results_among_the_input_are_refused(tmp_path: Path, model_folder: Path) -> None:
     write_rows(tmp_path / "in", 5)
-    with pytest.raises(ConfigError, match="folder of an input file"):
+    with pytest.raises(ConfigError, match="is inside the input"):
         start(job_of(tmp_path, tmp_path / "in", output__path=str(tmp_path / "in/")), FakeModel(model_folder))
+
+
+@pytest.mark.parametrize("pattern", ["in/**/*.jsonl", "in/*", "in"])
+def test_results_below_the_input_are_refused_at_the_first_start(
+    tmp_path: Path, model_folder: Path, pattern: str
+) -> None:
+    write_rows(tmp_path / "in", 5, "rows.jsonl")
+    with pytest.raises(ConfigError, match="is inside the input"):
+        start(job_of(tmp_path, tmp_path / pattern, output__path=f"{tmp_path}/in/day=1"), FakeModel(model_folder))
+    beside = job_of(tmp_path, tmp_path / "in/*.jsonl", output__path=f"{tmp_path}/in/out")
+    assert start(beside, FakeModel(model_folder))["rows"] == 5
+    assert start(beside, FakeModel(model_folder))["rows"] == 5
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+@pytest.mark.parametrize("gone", ["_batchgen", "_batchgen/job.json"])
+def test_parts_of_an_unknown_run_are_nobodys(tmp_path: Path, model_folder: Path, gone: str, kind: str) -> None:
+    rows = write_rows(tmp_path, 40)
+    start(job_of(tmp_path, rows, output__format=kind), FakeModel(model_folder))
+    lost = tmp_path / "out" / gone
+    shutil.rmtree(lost) if lost.is_dir() else lost.unlink()
+    other = job_of(tmp_path, rows, output__format=kind, sampling__temperature=1.0)
+    with pytest.raises(ConfigError, match="nobody can tell"):
+        start(other, FakeModel(model_folder))
+    with pytest.raises(ConfigError, match=r"nobody can tell|another run"):
+        start(other, FakeModel(model_folder), job.RunOptions(overwrite=True))
+
+
+@pytest.mark.parametrize("name", ["job.json", "inputs/000001.json", "index/00000.json"])
+def test_a_record_that_lost_its_keys_is_written_again(tmp_path: Path, model_folder: Path, name: str) -> None:
+    a_job = job_of(tmp_path, write_rows(tmp_path, 40))
+    with pytest.raises(Interrupted):
+        start(a_job, FakeModel(model_folder, FakeEngine(running=4)), job.RunOptions(max_output_tokens=200))
+    (tmp_path / "out/_batchgen" / name).write_text("{}")
+    assert peek(Store(a_job.output.path)).state in ("stopped", "empty")
+    assert start(a_job, FakeModel(model_folder))["rows"] == 40
+
+
+def test_ids_of_any_type_and_bytes_that_are_no_text(tmp_path: Path, model_folder: Path) -> None:
+    bad = pa.Array.from_buffers(
+        pa.string(), 3, [None, pa.array([0, 1, 2, 3], pa.int32()).buffers()[1], pa.py_buffer(b"a\xffc")]
+    )
+    columns = {
+        "key": pa.array([[1], [1], [2]]),
+        "text": pa.array(["one", "two", "three"]),
+        "note": bad,
+        "view": pa.array(["x", None, "z"], pa.string_view()),
+        "at": pa.array([1, 2, 3], pa.timestamp("ns")),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    for kind in ("parquet", "jsonl"):
+        a_job = job_of(
+            tmp_path,
+            tmp_path / "rows.parquet",
+            output={"path": f"{tmp_path}/{kind}", "format": kind, "columns": ["note", "view"]},
+            sampling__n=2,
+            errors__max_failed=1,
+        )
+        start(a_job, FakeModel(model_folder))
+        found = results(a_job)
+        assert [row["id"] for row in found] == [[1]] * 4 + [[2]] * 2
+        assert [row["error"] and row["error"]["code"] for row in found[::2]] == [None, "invalid_unicode", None]
+        assert [row["note"] for row in found[::2]] == ["a", None, "c"]
+        assert [row["view"] for row in found[::2]] == ["x", None, "z"]
+    by_time = job_of(tmp_path, tmp_path / "rows.parquet", input__id="at", output__path=f"{tmp_path}/at")
+    assert start(by_time, FakeModel(model_folder))["rows"] == 3
+
+
+def test_stop_ids_that_no_token_has(tmp_path: Path, model_folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"stop_token_ids: 1000000, but the model's ids are 0 to 258"):
+        start(job_of(tmp_path, write_rows(tmp_path, 3), sampling__stop_token_ids=[10**6]), FakeModel(model_folder))
+
+
+def test_work_is_saved_when_the_feeder_is_killed(tmp_path: Path, model_folder: Path) -> None:
+    import psutil
+
+    a_job = job_of(tmp_path, write_rows(tmp_path, 9000, "rows.jsonl"), checkpoint__interval=60, output__shard_rows=9000)
+    steps = iter(range(10**6))
+
+    def think() -> None:
+        if next(steps) == 10:
+            for child in psutil.Process().children():
+                child.kill()
+
+    with pytest.raises(Interrupted, match="killed by signal 9") as interrupted:
+        start(a_job, FakeModel(model_folder, FakeEngine(running=16, pace=4, think=think)))
+    assert interrupted.value.reason == "feeder"
+    assert list((tmp_path / "out/_batchgen/pieces/0").glob("*.arrow"))
 
 
 def test_a_finished_run_that_lost_a_part_says_so(tmp_path: Path, model_folder: Path) -> None:
