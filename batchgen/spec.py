@@ -128,7 +128,8 @@ class InputSpec(Section):
     )
     id: kinds.Text | None = Field(
         default=None,
-        description='Column with the row\'s id, after which its random draws are named; null makes it the text "file:row".',
+        description="Column with the row's id, after which its random draws are named; null makes it the text "
+        '"file:row".',
     )
     where: kinds.Text | None = Field(
         default=None, description="A filter over the columns: only rows that pass are read."
