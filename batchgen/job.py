@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from batchgen import __version__, ledger
 from batchgen.carry import input_fields
 from batchgen.collector import Collector, OpenShard, results_of
-from batchgen.errors import BatchgenError, ConfigError, DataError, Interrupted, StorageError
+from batchgen.errors import BatchgenError, ConfigError, DataError, Interrupted, NoInputError, StorageError
 from batchgen.feeder import Feeder, RowBatch
 from batchgen.io import sinks, sources
 from batchgen.io.files import InputFile, Store, expand, local_path
@@ -203,21 +203,27 @@ class _Start:
 
     def run(self) -> dict[str, Any]:
         spec, store, overwrite = self._spec, self.store, self._options.overwrite
-        files = expand(spec.input.path, spec.input.storage_options, allow_empty=spec.input.allow_empty)
+        record = None if overwrite else ledger.read_job(store)
+        success = None if overwrite else ledger.read_success(store)
+        try:
+            files = expand(spec.input.path, spec.input.storage_options, allow_empty=spec.input.allow_empty)
+        except NoInputError:
+            if success is None:
+                raise
+            logger.warning("%s: the input of this finished run is gone; it was not compared", store.url)
+            files = []
         listed = [asdict(file) for file in files]
         _refuse_mixed_folders(spec, files, store)
 
         def prove(number: int) -> str:
             return sources.content_proof(files[number], spec.input.storage_options)
 
-        record = None if overwrite else ledger.read_job(store)
-        success = None if overwrite else ledger.read_success(store)
         if success is not None:
             if self._options.must_be_new:
                 raise ConfigError(f"{store.url}: --must-be-new, but this folder holds a finished run")
             same_model = record is not None and record["spec"]["model"] == spec.to_json()["model"]
             now = fingerprint(spec, None if same_model else self._model_opener(_pinned(spec, record)))
-            ledger.check_same(store, fingerprint=now, inputs=listed, prove=prove)
+            ledger.check_same(store, fingerprint=now, inputs=listed or None, prove=prove)
             there = set(store.list())
             if gone := [part["name"] for part in success["parts"] if part["name"] not in there]:
                 raise StorageError(

@@ -99,7 +99,7 @@ def check_same(
     store: Store,
     *,
     fingerprint: Mapping[str, Any],
-    inputs: Sequence[Mapping[str, Any]],
+    inputs: Sequence[Mapping[str, Any]] | None,
     prove: Callable[[int], str] | None,
 ) -> None:
     """Refuse a start that differs from the run in the folder in one of the sections given.
@@ -115,7 +115,8 @@ def check_same(
         )
     then = {key: value for key, value in job["fingerprint"].items() if key in fingerprint}
     _refuse(store, _changes(then, _plain(fingerprint)))
-    _compare_inputs(store, listed["files"], inputs, prove)
+    if inputs is not None:
+        _compare_inputs(store, listed["files"], inputs, prove)
 
 
 def _refuse(store: Store, changes: list[str]) -> None:

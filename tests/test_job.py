@@ -320,6 +320,16 @@ def test_work_is_saved_when_the_feeder_is_killed(tmp_path: Path, model_folder: P
     assert list((tmp_path / "out/_batchgen/pieces/0").glob("*.arrow"))
 
 
+def test_a_finished_run_whose_input_is_gone_is_still_finished(tmp_path: Path, model_folder: Path) -> None:
+    rows = write_rows(tmp_path, 20)
+    a_job = job_of(tmp_path, rows)
+    start(a_job, FakeModel(model_folder))
+    rows.unlink()
+    assert start(a_job, FakeModel(model_folder))["rows"] == 20
+    with pytest.raises(ConfigError, match="temperature"):
+        start(job_of(tmp_path, rows, sampling__temperature=0.5), FakeModel(model_folder))
+
+
 def test_a_finished_run_that_lost_a_part_says_so(tmp_path: Path, model_folder: Path) -> None:
     a_job = job_of(tmp_path, write_rows(tmp_path, 40))
     start(a_job, FakeModel(model_folder))
