@@ -55,7 +55,7 @@ def expected(prompts: list[list[dict[str, str]]]) -> tuple[list[list[int]], list
         pytest.param(PROMPTS, {}, id="all at once"),
         pytest.param(PROMPTS, {"max_num_seqs": 7, "max_batch_tokens": 24}, id="prompts in chunks of at most 24"),
         pytest.param(PROMPTS, {"kv_memory": 48 << 20}, id="preempted for want of KV"),
-        pytest.param(6, {"max_num_seqs": 1}, id="alone"),
+        pytest.param(PROMPTS, {"max_num_seqs": 1}, id="alone"),
         pytest.param(4, {"attention": "reference", "max_num_seqs": 4}, id="reference attention"),
     ],
 )
