@@ -240,6 +240,7 @@ class _Start:
         if overwrite:  # the last moment: whatever is wrong with the job has been said
             ledger.overwrite(store)
         with ExitStack() as stack:
+            stack.callback(store.sweep)
             book = Ledger.open(
                 store,
                 spec=spec.to_json(),
@@ -353,7 +354,8 @@ def _pinned(spec: JobSpec, record: Mapping[str, Any] | None) -> JobSpec:
     """With `dtype: auto`, the dtype of the first start: another machine would choose another, and other answers."""
     if record is None or spec.model.dtype != "auto":
         return spec
-    model = spec.model.model_copy(update={"dtype": record["fingerprint"]["model"]["dtype"]})
+    pinned = record["fingerprint"].get("model", {}).get("dtype", "auto")
+    model = spec.model.model_copy(update={"dtype": pinned})
     return spec.model_copy(update={"model": model})
 
 

@@ -149,10 +149,8 @@ class Lease:
             try:
                 self.check()
                 self._write(released=False)
-            except (
-                StorageError,
-                PermissionDenied,
-            ) as error:  # it saves money and guards no data: commits will tell if the store is gone
+            except (StorageError, PermissionDenied) as error:
+                # a heartbeat saves money and guards no data: commits will tell if the store is gone
                 self._due = time.monotonic() + HEARTBEAT_SECONDS
                 logger.warning("the heartbeat could not be written: %s", error)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from batchgen_kernels import cpu
@@ -17,15 +15,6 @@ from batchgen.models.config import KVSpec
 OPS = cpu.load()
 pytestmark = pytest.mark.skipif(OPS is None, reason="the native ops were not built")
 LAYERS = (KVSpec(6, 2, 32, 0.2), KVSpec(6, 2, 32, 0.2, window=20, soft_cap=4.0), KVSpec(4, 4, 48, 0.1))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """On a busy machine, threads that wait for each other would take minutes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def native(block_size: int = 16) -> CpuAttention:

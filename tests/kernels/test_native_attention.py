@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -13,25 +12,6 @@ from batchgen_kernels import cpu, reference
 OPS = cpu.load()
 pytestmark = pytest.mark.skipif(OPS is None, reason="the native ops were not built")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
-
-
-def machine_isas() -> tuple[str, ...]:
-    return cpu.ISAS[: cpu.ISAS.index(OPS.isa) + 1] if OPS else ("portable",)
-
-
-@pytest.fixture(params=machine_isas())
-def ops(request: pytest.FixtureRequest) -> cpu.Ops:
-    assert OPS is not None
-    return OPS.with_isa(request.param)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """On a busy machine, threads that wait for each other would take minutes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @dataclass

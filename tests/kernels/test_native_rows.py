@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,31 +15,11 @@ needs_ops = pytest.mark.skipif(OPS is None, reason="the native ops were not buil
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def machine_isas() -> tuple[str, ...]:
-    return cpu.ISAS[: cpu.ISAS.index(OPS.isa) + 1] if OPS else ("portable",)
-
-
-@pytest.fixture(params=machine_isas())
-def ops(request: pytest.FixtureRequest) -> cpu.Ops:
-    if OPS is None:
-        pytest.skip("the native ops were not built")
-    return OPS.with_isa(request.param)
-
-
 def check(got: torch.Tensor, wanted: torch.Tensor) -> None:
     """Equal to a rounding: one unit in the last place of bfloat16, a few of float32."""
     rtol, atol = (2**-7, 1e-5) if wanted.dtype == torch.bfloat16 else (2e-5, 1e-5)
     assert got.dtype == wanted.dtype
     torch.testing.assert_close(got, wanted, rtol=rtol, atol=atol)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """On a busy machine, threads that wait for each other would take minutes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
