@@ -163,7 +163,7 @@ def fingerprint(spec: JobSpec, model: ModelLike | None = None) -> dict[str, Any]
     """
     sections: dict[str, Any] = {
         "task": spec.task,
-        "input": {"id": spec.input.id, "format": spec.input.format},
+        "input": spec.input.model_dump(mode="json", include={"id", "format", "where", "unicode_errors", "nan"}),
         "prompt": spec.prompt.model_dump(mode="json"),
         "sampling": spec.sampling.model_dump(mode="json"),
         "output": spec.output.model_dump(

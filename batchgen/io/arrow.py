@@ -119,6 +119,10 @@ def _batches(raw: Raw, size: int, path: str, names: Sequence[str], columns: Sequ
             batch = reader.read_next_batch()
         except StopIteration:
             break
+        except (pa.ArrowException, OSError):
+            if held is not None:
+                yield _Batch(held.num_rows, False, lambda held=held: shaped(held))  # type: ignore[misc]
+            raise
         if batch.num_rows:
             if held is not None:
                 yield _Batch(held.num_rows, False, lambda held=held: shaped(held))  # type: ignore[misc]
