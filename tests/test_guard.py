@@ -265,3 +265,76 @@ def test_kill_9_leaves_no_child_and_a_restart_works(tmp_path: Path, python: Call
     _, err = again.communicate(timeout=60)
     assert again.returncode == 0, err
     assert json.loads((tmp_path / "out/_SUCCESS").read_bytes())["counters"]["rows"] == 200
+
+
+FEEDER = """
+import sys, time
+from pathlib import Path
+from batchgen import feeder, spec
+from batchgen.io.files import expand
+
+without = feeder.BOOT.replace("die_with(parent)", "")
+assert without != feeder.BOOT
+feeder.BOOT = without
+made = spec.parse(__import__("json").loads(Path(sys.argv[1]).read_text()))
+files = expand(made.input.path, {}, allow_empty=False)
+with feeder.Feeder(made, files, ["parquet"], sys.argv[2], 4096, {}, None, stuck_seconds=1000) as feed:
+    child = feed._child
+    while child._state.read()[2] < 0:  # until it is at a row
+        time.sleep(0.01)
+    print(child._process.pid, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_where_the_system_does_not_kill_children_they_see_it_themselves(tmp_path: Path, python: Callable) -> None:
+    """Even one that renders, reads nothing and sends nothing."""
+    model = byte_tokenizer(tmp_path / "model")
+    pq.write_table(pa.table({"n": [99_999]}), tmp_path / "rows.parquet")
+    written = {
+        "model": {"path": "fake"},
+        "input": {"path": str(tmp_path / "rows.parquet")},
+        "prompt": {"template": "{% for a in range(n) %}{% for b in range(n) %}{% endfor %}{% endfor %}", "chat": False},
+        "sampling": {"max_tokens": 100},
+        "output": {"path": str(tmp_path / "out")},
+    }
+    (tmp_path / "job.json").write_text(json.dumps(spec.parse(written).to_json()))
+    process = python(FEEDER, tmp_path / "job.json", model)
+    child = psutil.Process(int(process.stdout.readline()))
+    time.sleep(0.2)
+    assert lives(child)
+    process.kill()
+    process.wait()
+    wait_for(lambda: not lives(child), 5)
+
+
+@pytest.mark.parametrize("moment", ["before it asks", "after"])
+def test_a_parent_that_is_gone_before_the_child_asks_for_it(python: Callable, moment: str) -> None:
+    code = """
+import os, sys
+if os.fork() == 0:
+    parent, moment = os.getppid(), sys.argv[1]
+    from batchgen.lifeline import die_with
+    import time
+    if moment == "before it asks":
+        while os.getppid() == parent:
+            time.sleep(0.01)
+    print(os.getpid(), flush=True)
+    die_with(parent)
+    print("lives", flush=True)
+    time.sleep(60)
+else:
+    input()
+"""
+    process = python(code, moment, stdin=subprocess.PIPE)
+    if moment == "after":
+        child = psutil.Process(int(process.stdout.readline()))
+        assert process.stdout.readline() == "lives\n"
+        process.kill()
+        wait_for(lambda: not lives(child), 5)
+    else:
+        time.sleep(0.2)
+        process.kill()
+        process.wait()
+        assert process.stdout.readline().strip().isdigit()
+        assert process.stdout.readline() == "", "it has left without another word"
