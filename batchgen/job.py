@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any
 
-from batchgen import __version__, ledger
+from batchgen import __version__, ledger, spot
 from batchgen.carry import input_fields
 from batchgen.errors import ConfigError, Interrupted, NoInputError, StorageError
 from batchgen.feeder import Feeder
@@ -27,6 +27,7 @@ from batchgen.parts import Built, Parts
 from batchgen.report import Progress, table
 from batchgen.runfolder import TRIAL
 from batchgen.spec import JobSpec, SamplingSpec
+from batchgen.watchdog import Watchdog
 from batchgen.writer import Writer
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class RunOptions:
     overwrite: bool = False
     max_runtime: float | None = None
     max_output_tokens: int | None = None
+    spot: spot.Kind | None = None  # whose notices of interruption are watched
 
 
 def open_model(spec: JobSpec) -> ModelLike:
@@ -145,6 +147,7 @@ class _Start:
         self._spec, self._options, self.store, self._stop = spec, options, store, stop
         self._model_opener = model_opener
         self._began = time.monotonic()
+        self._spot: spot.SpotWatch | None = None
         self.limit = min((n for n in (options.limit, spec.input.limit) if n is not None), default=None)
 
     def run(self) -> dict[str, Any]:
@@ -205,6 +208,8 @@ class _Start:
                     store.url,
                 )
             heart = stack.enter_context(Heart(book.heartbeat))
+            if self._options.spot is not None:
+                self._spot = stack.enter_context(spot.SpotWatch(self._options.spot))
             unread = [number for number in range(len(files)) if self.limit is not None or not book.is_done(number)]
             feeder = stack.enter_context(
                 Feeder(
@@ -228,24 +233,26 @@ class _Start:
             stack.callback(progress.close)
             writer: Writer[Built] = stack.enter_context(Writer())
             parts = Parts(spec, files, formats, fields, schema, book, model.tokenizer)
-            loop = Loop(self, spec, files, book, feeder, parts, writer, model, meter, progress, heart)
+            dog = Watchdog(spec.errors.stall_timeout)
+            loop = Loop(self, spec, files, book, feeder, parts, writer, model, meter, progress, heart, dog)
             self._stop.wait_for_loop()
-            loop.run()
+            with dog:
+                loop.run()
             progress.close()
             return self._end(book, loop)
 
-    @property
-    def stop_name(self) -> str | None:
-        return self._stop.name
-
-    def reason_to_stop(self, output_tokens: int) -> str | None:
-        """Why this start is to end before the last row, "signal" or "limit"; None while it may go on."""
+    def reason_to_stop(self, output_tokens: int) -> tuple[str, str] | None:
+        """Why this start is to end before the last row: (reason, in words); None while it may go on."""
         if self._stop.name is not None:
-            return "signal"
+            return "signal", f"{self._stop.name} received"
+        if self._spot is not None and self._spot.notice is not None:
+            return "spot", self._spot.notice
         runtime, tokens = self._options.max_runtime, self._options.max_output_tokens
         if runtime is not None and time.monotonic() - self._began >= runtime:
-            return "limit"
-        return "limit" if tokens is not None and output_tokens >= tokens else None
+            return "limit", "the time limit of this start is reached"
+        if tokens is not None and output_tokens >= tokens:
+            return "limit", "the token limit of this start is reached"
+        return None
 
     def _end(self, book: Ledger, loop: Loop) -> dict[str, Any]:
         seconds = round(time.monotonic() - self._began, 3)
