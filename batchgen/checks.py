@@ -9,7 +9,9 @@ from typing import Any
 
 from batchgen.errors import ConfigError, PermissionDenied
 from batchgen.io.files import InputFile, expand, local_path, open_input
+from batchgen.io.partitions import partitions
 from batchgen.spec import JobSpec, PromptSpec
+from batchgen.where import Filter
 
 HEAD_BYTES = 256 << 10  # of a JSON Lines file that `validate` looks at
 
@@ -103,10 +105,10 @@ def _check_output(path: str) -> None:
 
 
 def _check_columns(spec: JobSpec, file: InputFile, variables: dict[str, str], where: str) -> None:
-    """The columns that the job needs are in the first file: in its schema (Parquet), or in one of its first lines."""
+    """The columns that the job needs are in the first file: in its schema, or in one of its first JSON lines."""
     with open_input(file.path, spec.input.storage_options) as raw:
         head = raw.read(HEAD_BYTES)
-    if not head.startswith(b"PAR1") and spec.input.format != "parquet":
+    if spec.input.format == "jsonl" or (spec.input.format == "auto" and head.lstrip()[:1] == b"{"):
         _check_lines(spec, file, head, variables, where)  # Arrow, slow to import, is not needed
         return
     from batchgen.io import sources
@@ -115,7 +117,11 @@ def _check_columns(spec: JobSpec, file: InputFile, variables: dict[str, str], wh
 
     found = sources.detect(file, spec.input.format, spec.input.storage_options)
     schema = sources.schema(file, found, spec.input.storage_options)
-    assert schema is not None
+    if schema is None:
+        _check_lines(spec, file, head, variables, where)
+        return
+    if not head:  # a text file without rows
+        return
     have = f"the columns of {file.path} are {', '.join(schema.names)}"
     variables.pop(WHOLE_ROW, None)
     for column, key in _wanted(spec, variables):
@@ -140,10 +146,10 @@ def _check_lines(spec: JobSpec, file: InputFile, head: bytes, variables: dict[st
     rows = [values for line in whole if line.strip() and isinstance(values := parse(line.strip())[0], dict)]
     if not rows:  # compressed, or no JSON Lines: the run will look closer
         return
-    have = set().union(*rows)
+    have = set(partitions(file.path)).union(*rows)
     variables.pop(WHOLE_ROW, None)
     for column, key in _wanted(spec, variables):
-        if column not in have and key != "output.columns":  # others may be rare
+        if column not in have and key not in ("output.columns", "input.where"):  # those may be rare
             raise ConfigError(
                 f"{where}: `{key}`: none of the first {len(rows)} rows has a column {column}; the columns of "
                 f"{file.path} are {', '.join(sorted(have))}"
@@ -158,5 +164,7 @@ def _wanted(spec: JobSpec, variables: dict[str, str]) -> Iterator[tuple[str, str
         named["prompt.tools"] = prompt.tools
     yield from ((column, key) for key, column in named.items() if column is not None)
     yield from variables.items()
+    if spec.input.where is not None:
+        yield from ((column, "input.where") for column in Filter(spec.input.where).columns)
     if spec.output.columns != "all":
         yield from ((column, "output.columns") for column in spec.output.columns)

@@ -71,7 +71,8 @@ class _Condition:
 
 
 class Filter:
-    """A parsed expression. `unseen` are those of its columns that no row and no file has had so far."""
+    """A parsed expression. `unseen` are those of its columns that no row and no file has had so far; `rows_seen` says
+    that there was one."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -79,8 +80,10 @@ class Filter:
         self._condition = parser.whole()
         self.columns: tuple[str, ...] = tuple(parser.columns)
         self.unseen = set(self.columns)
+        self.rows_seen = False
 
     def saw(self, names: Iterable[str]) -> None:
+        self.rows_seen = True
         if self.unseen:
             self.unseen.difference_update(names)
 
