@@ -19,7 +19,7 @@ from typing import Any
 MAX_LENGTH = 10_000
 MAX_DEPTH = 50
 QUOTED = "col"  # col["a b"] is the column called "a b"
-CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
+CONSTANTS = {"true": True, "false": False, "null": None}
 COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,

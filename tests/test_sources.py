@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inputs import chunks, put, put_table, ranges, rows, values, zstd
 
 from batchgen.errors import ConfigError, DataError, StorageError
 from batchgen.io import jsonline, lines, sources, streams
@@ -26,47 +27,6 @@ from batchgen.io.sources import Chunk, Row, content_proof, detect, read_shards, 
 from batchgen.types import ShardRange
 
 GOOD = b'{"id":"a","prompt":"x"}\n'
-
-
-def zstd(data: bytes) -> bytes:
-    sink = pa.BufferOutputStream()
-    with pa.CompressedOutputStream(sink, "zstd") as stream:
-        stream.write(data)
-    return sink.getvalue().to_pybytes()
-
-
-def put(folder: Path, data: bytes, name: str = "x.jsonl") -> InputFile:
-    (folder / name).write_bytes(data)
-    return expand([str(folder / name)], {})[0]
-
-
-def put_table(folder: Path, table: pa.Table, name: str = "x.parquet", **options: Any) -> InputFile:
-    pq.write_table(table, folder / name, **options)
-    return expand([str(folder / name)], {})[0]
-
-
-def chunks(
-    file: InputFile,
-    format: str = "",
-    *,
-    columns: list[str] | None = None,
-    shard_rows: int | None = None,
-    done: dict[int, ShardRange | None] | None = None,
-) -> list[Chunk]:
-    format = format or detect(file, "auto", {})
-    return list(read_shards(file, format, columns=columns, shard_rows=shard_rows, done=done or {}, storage_options={}))
-
-
-def rows(file: InputFile, format: str = "", **options: Any) -> list[Row]:
-    return [row for chunk in chunks(file, format, **options) for row in chunk.rows]
-
-
-def values(file: InputFile, format: str = "", **options: Any) -> list[dict[str, Any] | None]:
-    return [row.values for row in rows(file, format, **options)]
-
-
-def ranges(file: InputFile, **options: Any) -> list[ShardRange]:
-    return [chunk.end for chunk in chunks(file, **options) if chunk.end is not None]
 
 
 def only(folder: Path, line: bytes | str) -> Row:
@@ -666,14 +626,33 @@ def test_an_empty_file_gives_one_final_chunk(tmp_path: Path) -> None:
 
 def numbered(kind: str, folder: Path, count: int, blanks: bool) -> InputFile:
     lines = b"".join(b'{"n":%d}\n%s' % (i, b"\n" if blanks and i % 3 == 1 else b"") for i in range(count))
+    table = pa.table({"n": pa.array(range(count), pa.int64())})
     if kind == "parquet":
-        return put_table(folder, pa.table({"n": pa.array(range(count), pa.int64())}), row_group_size=4)
+        return put_table(folder, table, row_group_size=4)
+    if kind.startswith("arrow"):
+        return put(folder, arrow(table, stream=kind == "arrow stream", batch_rows=4), "x.arrow")
+    text = b"".join(b'"%d\n"%s' % (i, b"\r\n\n" if blanks and i % 3 == 1 else b"\n") for i in range(count))
+    if kind.startswith("csv"):
+        data = b"\xef\xbb\xbfn\n\n" + text
+        return put(folder, gzip.compress(data) if kind == "csv gzip" else data, "x.csv")
+    if kind == "text":
+        return put(folder, b"".join(b"%d\n" % i if i % 4 else b"\n" for i in range(count)), "x.txt")
     return put(folder, {"plain": lines, "gzip": gzip.compress(lines), "zstd": zstd(lines)}[kind])
 
 
-@settings(max_examples=150, deadline=None)
+def arrow(table: pa.Table, stream: bool, batch_rows: int) -> bytes:
+    sink = pa.BufferOutputStream()
+    with (pa.ipc.new_stream if stream else pa.ipc.new_file)(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=batch_rows)
+    return sink.getvalue().to_pybytes()
+
+
+KINDS = ["plain", "gzip", "zstd", "parquet", "arrow file", "arrow stream", "csv", "csv gzip", "text"]
+
+
+@settings(max_examples=250, deadline=None)
 @given(
-    kind=st.sampled_from(["plain", "gzip", "zstd", "parquet"]),
+    kind=st.sampled_from(KINDS),
     count=st.integers(0, 22),
     shard_rows=st.integers(1, 8),
     blanks=st.booleans(),
@@ -684,6 +663,7 @@ def test_resuming_with_any_shards_done_gives_the_other_rows(
 ) -> None:
     file = numbered(kind, tmp_path_factory.getbasetemp(), count, blanks)
     everything = chunks(file, shard_rows=shard_rows)
+    assert [row.number for chunk in everything for row in chunk.rows] == list(range(count))
     places = {chunk.end.shard: chunk.end for chunk in everything if chunk.end is not None}
     done: dict[int, ShardRange | None] = {}
     for shard, place in places.items():
@@ -698,6 +678,28 @@ def test_resuming_with_any_shards_done_gives_the_other_rows(
     assert [chunk.last for chunk in resumed] == [False] * (len(resumed) - 1) + [True]
     if done.get(len(places) - 1) is not None or not places:
         assert resumed[-1] == Chunk(len(places), [], None, True)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    kind=st.sampled_from([kind for kind in KINDS if kind != "text"]),
+    count=st.integers(0, 22),
+    shard_rows=st.integers(1, 8),
+    low=st.integers(-1, 22),
+    high=st.integers(0, 23),
+)
+def test_a_filter_leaves_shards_as_they_are(
+    tmp_path_factory: pytest.TempPathFactory, kind: str, count: int, shard_rows: int, low: int, high: int
+) -> None:
+    file = numbered(kind, tmp_path_factory.getbasetemp(), count, blanks=False)
+    plain = chunks(file, shard_rows=shard_rows)
+    found = chunks(file, shard_rows=shard_rows, where=f"int(n) >= {low} and int(n) < {high} and not int(n) == 5")
+    assert [chunk.end for chunk in found if chunk.end] == [chunk.end for chunk in plain if chunk.end]
+    wanted = [row for chunk in plain for row in chunk.rows if low <= row.number < high and row.number != 5]
+    assert [row for chunk in found for row in chunk.rows] == wanted
+    assert [chunk.last for chunk in found] == [False] * (len(found) - 1) + [True]
+    batches = [(chunk.batch, chunk.rows) for chunk in found if chunk.batch is not None]
+    assert all(batch.to_pylist() == [row.values for row in rows] for batch, rows in batches)
 
 
 def test_done_shards_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,14 +65,18 @@ def read(request: Request) -> Iterator[Chunk]:
 
 def _header(path: str, found: _Lines) -> Header:
     """Its delimiter is the one of `DELIMITERS` that occurs most in it, the first one of equals; a tab in a .tsv."""
-    text, end = b"", 0
+    pieces: list[bytes] = []
+    size = quotes = end = 0
     for number, end, data in found:  # noqa: B007 - the end counts
-        if data is None or len(text) + len(data) > HEADER_BYTES:
+        size += HEADER_BYTES if data is None else len(data) + 1
+        if data is None or size > HEADER_BYTES:
             raise DataError(f"{path}: line {number}: the CSV header does not end within 1 MiB; is there a lone quote?")
-        text += b"\n" + data if text else data.removesuffix(b"\r")
-        if text and text.count(b'"') % 2 == 0:
-            break
-    text = text.removesuffix(b"\r")
+        if data.rstrip(b"\r") or pieces:
+            pieces.append(data)
+            quotes += data.count(b'"')
+            if quotes % 2 == 0:
+                break
+    text = b"\n".join(pieces).removesuffix(b"\r")
     if not text:
         return Header([], DELIMITERS[0], end)
     bare = QUOTED.sub(b"", text)
@@ -81,7 +85,7 @@ def _header(path: str, found: _Lines) -> Header:
     most = max(DELIMITERS, key=bare.count)
     delimiter = b"\t" if plain_name(path).endswith(".tsv") else most
     values = _values(text, delimiter)
-    if values is None or text.count(b'"') % 2:
+    if values is None or quotes % 2:
         raise DataError(f"{path}: line 1: quotes in the CSV header do not match")
     try:
         names = [(value or b"").decode("utf-8") for value in values]
