@@ -179,8 +179,8 @@ class Azure:
         return None
 
     def _is_for_us(self, event: dict[str, Any]) -> bool:
-        """Names count without case, as everywhere in Azure, and without a leading _, which some documents
-        put before them. An event that names nobody is ours: a needless restart is cheaper than lost work."""
+        """By name, without regard to case or a leading underscore. An event that names nobody is taken for ours: a
+        needless restart is cheaper than lost work."""
         assert self._machine is not None
         machines = {str(name).casefold().lstrip("_") for name in event.get("Resources") or []}
         return not machines or self._machine.casefold().lstrip("_") in machines
