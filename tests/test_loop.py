@@ -120,11 +120,11 @@ def test_an_engine_that_gets_nowhere_is_ended_with_its_work_saved(
 
 def test_a_spot_notice_drains(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a_job = job_of(tmp_path, write_rows(tmp_path / "in", 400))
-    monkeypatch.setattr(job.spot.SpotWatch, "__enter__", lambda self: self)
-    monkeypatch.setattr(job.spot.SpotWatch, "__exit__", lambda self, *exc: None)
+    monkeypatch.setattr(job.SpotWatch, "__enter__", lambda self: self)
+    monkeypatch.setattr(job.SpotWatch, "__exit__", lambda self, *exc: None)
     steps = iter(range(10**6))
     monkeypatch.setattr(
-        job.spot.SpotWatch, "notice", property(lambda self: "AWS spot: terminate" if next(steps) > 3 else None)
+        job.SpotWatch, "notice", property(lambda self: "AWS spot: terminate" if next(steps) > 3 else None)
     )
     engine = FakeEngine(think=lambda: time.sleep(0.01))
     with pytest.raises(Interrupted, match="AWS spot: terminate: progress is saved") as stopped:
