@@ -259,6 +259,11 @@ class _Start:
         seconds = round(time.monotonic() - self._began, 3)
         speed = round(loop.tokens / max(loop.seconds, 1e-9), 1)
         if self.limit is None:
+            if self._spec.input.where is not None and not self._spec.input.allow_empty and not book.totals().rows:
+                raise NoInputError(
+                    f"input.where: none of the rows passes {self._spec.input.where}; correct it, or set "
+                    "input.allow_empty: true where that is normal"
+                )
             counters = book.finish({"seconds_of_last_start": seconds})["counters"]
         else:
             totals = book.totals()

@@ -23,6 +23,7 @@ from batchgen.errors import ConfigError, DataError, StorageError
 from batchgen.io import jsonline, lines, sources, streams
 from batchgen.io import rows as row_limits
 from batchgen.io.files import InputFile, Store, expand
+from batchgen.io.partitions import partitions
 from batchgen.io.sources import Chunk, Row, content_proof, detect, read_shards, schema
 from batchgen.types import ShardRange
 
@@ -143,6 +144,49 @@ def test_surrogates(tmp_path: Path) -> None:
     row = only(tmp_path, r'{"id":"a","\ud83d":1}')
     assert row.error is not None and row.error.code == "invalid_unicode"
     assert row.values == {"id": "a"}
+
+
+def test_replacing_what_is_no_unicode_and_reading_nan_as_null() -> None:
+    line = b'{"a":"x\\ud83d\xff","\\ude00":[{"b":"\\ud83d\\ude00"}],"n":[NaN,-Infinity],"s":"NaN"}'
+    wanted = {"a": "x\ufffd\ufffd", "\ufffd": [{"b": "\U0001f600"}], "n": [None, None], "s": "NaN"}
+    assert jsonline.parse(line, replace_unicode=True, nan_as_null=True) == (wanted, None)
+    values, problem = jsonline.parse(line, replace_unicode=True)
+    assert values == wanted and problem is not None and problem[0] == "invalid_json"
+    values, problem = jsonline.parse(line, nan_as_null=True)
+    assert problem is not None and problem[0] == "invalid_unicode" and values is not None and values["a"] is None
+    assert jsonline.parse(b'{"n":1e999}', nan_as_null=True)[1] is not None
+
+
+@pytest.mark.parametrize(
+    ("path", "wanted"),
+    [
+        ("in/x.jsonl", {}),
+        ("in/a=1/b=2/x=3.jsonl", {"a": "1", "b": "2"}),
+        ("a=1/a=2/x", {"a": "2"}),
+        ("in/a=/=b/c/x", {"a": ""}),
+        ("in/a%20b=c%2Fd/x", {"a b": "c/d"}),
+        ("in/a=__HIVE_DEFAULT_PARTITION__/x", {"a": None}),
+        ("in/a=b=c/x", {"a": "b=c"}),
+        ("s3://bucket/day=1/x.parquet", {"day": "1"}),
+        ("zip://day=1/x.csv::s3://bucket/month=2/x.zip", {"day": "1"}),
+        ("https://host/day=1/x.csv?q=a/b=c/d", {"day": "1"}),
+    ],
+)
+def test_columns_that_folders_give(path: str, wanted: dict[str, str | None]) -> None:
+    assert partitions(path) == wanted
+
+
+def test_a_folders_column_gives_way_to_the_files_own(tmp_path: Path) -> None:
+    table = pa.table({"n": [1, 2], "own": ["x", None]})
+    file = put_table(tmp_path, table, "own=f/day=1/x.parquet")
+    assert values(file) == [{"n": 1, "own": "x", "day": "1"}, {"n": 2, "own": None, "day": "1"}]
+    assert schema(file, "parquet", {}) == table.schema.append(pa.field("day", pa.string()))
+    (chunk,) = chunks(file, columns=["day", "own"])
+    assert chunk.batch is not None and chunk.batch.to_pylist() == [{"day": "1", "own": "x"}, {"day": "1", "own": None}]
+    assert values(file, columns=["day"], where="day == '1' and own is None") == [{"day": "1"}]
+    assert values(file, where="day == '2'") == []
+    lines = put(tmp_path, b'{"n":1}\n{"day":2}\nbad\n', "day=1/x.jsonl")
+    assert values(lines) == [{"n": 1, "day": "1"}, {"day": 2}, None]
 
 
 @pytest.mark.parametrize("bad", [b"\xff", b"caf\xe9", b"\xed\xa0\xbd", b"\xc3", b"\xc0\xaf"])
