@@ -573,7 +573,7 @@ def _words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if get_origin(annotation) is Annotated:
         return _words(options[0], options[1:])
     if get_origin(annotation) is Literal:
-        return ", ".join(options[:-1]) + f" or {options[-1]}"
+        return " or ".join(filter(None, (", ".join(options[:-1]), options[-1])))
     if NoneType in options:
         return f"{_words(next(option for option in options if option is not NoneType))}, or null"
     return {bool: "true or false"}.get(annotation, "a mapping")

@@ -168,7 +168,7 @@ def test_twice_one_name_and_names_that_lie(tmp_path: Path) -> None:
         rows(put_arrow(tmp_path, [batch], stream=False))
     file = put_arrow(tmp_path, numbered(3), stream=True, name="x.parquet")
     assert detect(file, "auto", {}) == "arrow"
-    with pytest.raises(DataError, match=r"input\.format is parquet, but this is Arrow"):
+    with pytest.raises(DataError, match=r"input\.format is parquet, but this is an Arrow file"):
         detect(file, "parquet", {})
-    with pytest.raises(DataError, match="not Arrow: it does not begin with the bytes ARROW1 or ff ff ff ff"):
+    with pytest.raises(DataError, match="not an Arrow file: it does not begin with the bytes ARROW1 or ff ff ff ff"):
         detect(put(tmp_path, b"{}\n", "x.feather"), "auto", {})

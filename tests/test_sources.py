@@ -398,9 +398,9 @@ def test_detect_by_bytes_then_suffix(tmp_path: Path) -> None:
     assert found(b"not JSON\n" + GOOD, "x.dat", "jsonl") == "jsonl"
     assert found(GOOD, "x.parquet", "jsonl") == "jsonl"
     for data, name, declared, says in (
-        (parquet.getvalue(), "x.parquet", "jsonl", "input.format is jsonl, but this is Parquet"),
-        (GOOD, "x.parquet", "auto", "not Parquet"),
-        (GOOD, "x.jsonl", "parquet", "not Parquet"),
+        (parquet.getvalue(), "x.parquet", "jsonl", "input.format is jsonl, but this is a Parquet file"),
+        (GOOD, "x.parquet", "auto", "not a Parquet file"),
+        (GOOD, "x.jsonl", "parquet", "not a Parquet file"),
         (b"", "x.parquet", "auto", "is empty"),
         (b"id,prompt\n1,x\n", "x.dat", "auto", "line 1 begins with 'id,prompt'"),
         (b"\x00\x01\x02", "x", "auto", "neither Parquet nor JSON Lines"),

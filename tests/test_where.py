@@ -181,11 +181,18 @@ def test_a_job_file_with_a_wrong_filter_is_refused() -> None:
 
 # What statistics allow to pass over
 
-COLUMNS = {"a": pa.int64(), "s": pa.string(), "f": pa.float64()}
+COLUMNS = {
+    "a": pa.int64(),
+    "s": pa.string(),
+    "f": pa.float64(),
+    "d": pa.date32(),
+    "t": pa.timestamp("us", "Asia/Tokyo"),
+}
 TERMS = [
     "a < 3", "a >= 3", "a == 2", "a != 2", "3 > a", "a in [1, 4]", "a not in [0, 1]", "a is None", "a is not None",
     "s == 'b'", "s > 'b'", "s != 'b'", "s.startswith('b')", "f < 0.5", "f != 1.0", "f is None", "a == 'x'", "s < 1",
     "a < f", "missing == 1", "len(s) > 1",
+    "d >= '2025-01-02'", "d == '2025-01-01'", "t < '2025-01-01T12:00:00'", "t == '2025-01-02T09:00:00+09:00'",
 ]  # fmt: skip
 expressions = st.recursive(
     st.sampled_from(TERMS),
@@ -202,6 +209,8 @@ table_rows = st.lists(
             "a": st.none() | st.integers(0, 5),
             "s": st.none() | st.sampled_from(["a", "b", "bb", "c"]),
             "f": st.none() | st.sampled_from([0.0, 1.0, float("nan")]),
+            "d": st.none() | st.sampled_from([datetime.date(2025, 1, day) for day in (1, 2, 3)]),
+            "t": st.none() | st.sampled_from([datetime.datetime(2025, 1, day, tzinfo=UTC) for day in (1, 2, 3)]),
         }
     ),
     max_size=12,
@@ -244,6 +253,19 @@ def test_row_groups_that_cannot_match_are_not_read(tmp_path: Path) -> None:
     for text in ("n >= 30 and n < 40", "day == '2025-01-04'", "text in ['t30', 't39']", "not (n < 30 or n > 39)"):
         found = [row.number for row in rows(spoilt, where=text, columns=["text"])]
         assert found == ([30, 39] if " in " in text else list(range(30, 40)))
+
+
+def test_statistics_of_what_is_inside_a_column_are_not_its_own(tmp_path: Path) -> None:
+    table = pa.table({"a": [{"b": 1}, {"b": 2}], "l": [[1], None], "x.y": ["p", None]})
+    file = put_table(tmp_path, table)
+    for text, wanted in (
+        ('col["a.b"] is None', [0, 1]),
+        ("a is not None", [0, 1]),
+        ("l is None", [1]),
+        ('col["x.y"] == "p"', [0]),
+        ('col["x.y"] is None', [1]),
+    ):
+        assert [row.number for row in rows(file, where=text)] == wanted
 
 
 def test_bounds_that_are_not_known_keep_everything() -> None:

@@ -21,7 +21,7 @@ from batchgen.types import RowError
 
 HEADER_BYTES = 1 << 20
 DELIMITERS = (b",", b";", b"\t")
-QUOTED = re.compile(rb'"(?:[^"]|"")*"')
+QUOTED = re.compile(rb'"[^"]*(?:""[^"]*)*"')
 
 _Lines = Iterator[tuple[int, int, bytes | None]]
 

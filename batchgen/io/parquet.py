@@ -59,7 +59,7 @@ def read(request: Request) -> Iterator[Chunk]:
             if all(place.shard in done for place in theirs):
                 row = group_end
                 continue
-            if request.where is not None and not request.where.may_keep(_bounds(request, group)):
+            if request.where is not None and not request.where.may_keep(_bounds(request, group, parquet.schema_arrow)):
                 row = group_end
                 for place in theirs:
                     if place.first_row + place.num_rows <= row and place.shard not in done:
@@ -120,17 +120,19 @@ def _shards(request: Request, metadata: pq.FileMetaData) -> list[ShardRange]:
     return shards
 
 
-def _bounds(request: Request, group: pq.RowGroupMetaData) -> Callable[[str], Bounds | None]:
+def _bounds(request: Request, group: pq.RowGroupMetaData, schema: pa.Schema) -> Callable[[str], Bounds | None]:
     """What the footer says of a column's values in a row group; of a folder's column, which has one value, all."""
-    places = {group.column(place).path_in_schema: place for place in range(group.num_columns)}
+    places: dict[str, int] = {}
+    for place in range(group.num_columns):
+        path = group.column(place).path_in_schema
+        places[path] = -1 if path in places else place  # a column `a.b` and the field b of a column `a`
 
     def bounds(name: str) -> Bounds | None:
-        if name not in places:
-            in_file = any(path.partition(".")[0] == name for path in places)
-            if in_file or name not in request.partitions:
-                return None
-            value = request.partitions[name]
-            return Bounds(value, value, value is None)
+        if name not in schema.names:
+            value = request.partitions.get(name)
+            return Bounds(value, value, value is None) if name in request.partitions else None
+        if places.get(name, -1) < 0 or pa.types.is_nested(schema.field(name).type):
+            return None
         statistics = group.column(places[name]).statistics
         if statistics is None or not statistics.has_null_count:
             return None

@@ -156,16 +156,22 @@ def detect(file: InputFile, declared: str, storage_options: Mapping[str, Any]) -
         if compression:
             raise DataError(f"{file.path}: {title}{inside}; unpack it ({title} compresses by itself)")
         if declared not in ("auto", found):
-            raise DataError(f"{file.path}: input.format is {declared}, but this is {title}; set input.format: auto")
+            raise DataError(
+                f"{file.path}: input.format is {declared}, but this is {_a(title)} file; set input.format: auto"
+            )
         return found
     if wanted != "auto" and FORMATS[wanted].magic:
         title, begin = FORMATS[wanted].title, " or ".join(map(_shown, FORMATS[wanted].magic))
         what = "is empty" if not head else f"does not begin with the bytes {begin}"
-        raise DataError(f"{file.path}: not {title}: it {what}. Was it written to its end?")
+        raise DataError(f"{file.path}: not {_a(title)} file: it {what}. Was it written to its end?")
     if wanted in ("csv", "text") and (declared != "auto" or not _is_json_object(head)):
         return wanted
     _check_json(file.path, head, known=declared == "jsonl" or by_name == "jsonl")
     return "jsonl"
+
+
+def _a(title: str) -> str:
+    return f"{'an' if title.startswith('A') else 'a'} {title}"
 
 
 def _shown(magic: bytes) -> str:
