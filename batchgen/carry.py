@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from batchgen.errors import ConfigError
 from batchgen.io import sources
@@ -118,6 +119,7 @@ def _all_names(
 def _common_type(name: str, tables: Sequence[pa.Schema]) -> pa.DataType | None:
     """The type that holds the column of every file; None where there is none."""
     found = {schema.field(name).type for schema in tables if schema.get_field_index(name) >= 0}
+    found = {kind.value_type if pa.types.is_run_end_encoded(kind) else kind for kind in found}
     try:
         one_each = [pa.schema([pa.field(name, kind)]) for kind in found]
         common = pa.unify_schemas(one_each, promote_options="permissive").field(0).type
@@ -174,7 +176,12 @@ class Carrier:
             index = chunk.batch.schema.get_field_index(name)
             if index < 0:
                 return pa.nulls(len(chunk.rows), kind)
-            return _readable(chunk.batch.column(index), name, wrong).cast(kind)
+            array = chunk.batch.column(index)
+            if pa.types.is_dictionary(array.type):  # a few rows do not take the whole file's dictionary along
+                array = array.dictionary_decode()
+            elif pa.types.is_run_end_encoded(array.type):  # which Parquet has not
+                array = pc.run_end_decode(array)
+            return _readable(array, name, wrong).cast(kind)
         convert = CONVERTERS.get(column.form) or _checked(column.form)
         values = []
         for place, row in enumerate(chunk.rows):

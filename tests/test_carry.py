@@ -180,3 +180,17 @@ def test_a_filter_needs_columns_that_exist(tmp_path: Path) -> None:
     wrong = wrong.model_copy(update={"input": wrong.input.model_copy(update={"where": "m > 1"})})
     with pytest.raises(ConfigError, match="no input file has a column 'm'"):
         input_fields(wrong, files, formats)
+
+
+def test_a_few_rows_do_not_take_a_large_dictionary_along(tmp_path: Path) -> None:
+    words = pa.array([f"word {i}" for i in range(50_000)])
+    column = pa.DictionaryArray.from_arrays(pa.array(range(50_000), pa.int32()), words)
+    runs = pa.RunEndEncodedArray.from_arrays(pa.array([50_000], pa.int32()), pa.array(["p"]))
+    table = pa.table({"d": column, "runs": runs})
+    with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:
+        writer.write_table(table)
+    fields, files = fields_of(tmp_path, ["d", "runs"])
+    batch, wrong = carried(fields, files[0])
+    assert batch["runs"].to_pylist() == ["p"] * 256 and batch["runs"].type == pa.string()
+    assert batch.schema.field("d").type == column.type and batch["d"].to_pylist() == words[: batch.num_rows].to_pylist()
+    assert len(batch["d"].dictionary) == batch.num_rows == 256 and not wrong

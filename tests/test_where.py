@@ -303,6 +303,30 @@ def test_the_filters_own_columns_are_read_but_not_given(tmp_path: Path) -> None:
         assert chunk.batch is not None and chunk.batch.num_columns == 0
 
 
+def test_columns_of_every_type_go_through_a_filter(tmp_path: Path) -> None:
+    table = pa.table(
+        {
+            "n": [1, 2, 3],
+            "view": pa.array(["a", "b", None], pa.string_view()),
+            "bytes": pa.array([b"a", b"b", None], pa.binary_view()),
+            "deep": pa.array([[{"x": "a"}], None, []], pa.large_list(pa.struct([("x", pa.string_view())]))),
+            "kind": pa.array(["x", "y", "x"]).dictionary_encode(),
+            "runs": pa.RunEndEncodedArray.from_arrays(pa.array([2, 3], pa.int32()), pa.array(["p", "q"])),
+            "null": pa.nulls(3),
+        }
+    )
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    (chunk,) = chunks(put(tmp_path, sink.getvalue().to_pybytes(), "x.arrow"), where="n != 2 and runs >= 'p'")
+    rows = table.to_pylist()
+    assert [row.values for row in chunk.rows] == [
+        {**rows[0], "bytes": "a"},
+        {**rows[2], "bytes": None},
+    ]
+    assert chunk.batch is not None and chunk.batch.to_pylist() == [rows[0], rows[2]]
+
+
 def test_a_column_that_no_file_has_is_said_at_once(tmp_path: Path) -> None:
     first = put_table(tmp_path, pa.table({"stars": [1], "text": ["x"]}), "1.parquet")
     second = put_table(tmp_path, pa.table({"stars": [1], "late": [2]}), "2.parquet")

@@ -102,6 +102,9 @@ def corrupt(path: str, rows_read: Callable[[], int]) -> Iterator[None]:
         yield
     except BatchgenError:
         raise
+    except pa.ArrowNotImplementedError as error:
+        what = " ".join(str(error).split())
+        raise DataError(f"{path}: the file holds what cannot be read ({what}); write it in another way") from error
     except (pa.ArrowException, OSError) as error:
         raise DataError(
             f"{path}: the file is damaged or cut short ({' '.join(str(error).split())}); its first {rows_read()} rows "

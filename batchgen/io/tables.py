@@ -38,7 +38,7 @@ class Rows:
         if self._request.where is not None:
             kept = self._kept(batch, self._request.where, errors)
             if len(kept) < batch.num_rows:
-                batch = batch.take(pa.array(kept, pa.int64()))
+                batch = _taken(batch, kept)
                 numbers = [numbers[place] for place in kept]
                 errors = {new: errors[old] for new, old in enumerate(kept) if old in errors}
         batch = self._shaped(batch)
@@ -73,6 +73,16 @@ class Rows:
                 values = pa.repeat(pa.scalar(self._folders[name], pa.string()), batch.num_rows)
                 batch = batch.append_column(name, values)
         return _select(batch, self._wanted)
+
+
+def _taken(batch: pa.RecordBatch, places: list[int]) -> pa.RecordBatch:
+    try:
+        return batch.take(pa.array(places, pa.int64()))
+    except pa.ArrowNotImplementedError:  # of some types, string views say
+        if not places:
+            return batch.slice(0, 0)
+        columns = [pa.concat_arrays([column.slice(place, 1) for place in places]) for column in batch.columns]
+        return pa.record_batch(columns, schema=batch.schema)
 
 
 def _select(batch: pa.RecordBatch, names: list[str]) -> pa.RecordBatch:
