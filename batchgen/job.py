@@ -24,7 +24,9 @@ from batchgen.collector import Collector, OpenShard, results_of
 from batchgen.errors import BatchgenError, ConfigError, DataError, Interrupted, NoInputError, StorageError
 from batchgen.feeder import Feeder, RowBatch
 from batchgen.io import sinks, sources
-from batchgen.io.files import InputFile, Store, expand, local_path
+from batchgen.io.files import InputFile, expand
+from batchgen.io.storage import local_path
+from batchgen.io.stores import Store
 from batchgen.lease import Heart
 from batchgen.ledger import Ledger
 from batchgen.metrics import Meter
