@@ -70,14 +70,15 @@ class S3Server:
 
     def _serve(self, environ: Environ, start_response: Any) -> Iterable[bytes]:
         self.requests.append(environ)
+        if environ["REQUEST_METHOD"] not in {"GET", "HEAD"}:
+            body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+            environ["wsgi.input"] = io.BytesIO(body)
         fault = self.fault(environ)
         if fault is None:
             return self._carry_out(environ, start_response)
         when, status, code = fault
         if when == "after":
             list(self._carry_out(environ, lambda *answer: None))
-        else:  # a server that closes with a body unread breaks the connection
-            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         body = f"<Error><Code>{code}</Code><Message>{code} on purpose</Message></Error>".encode()
         start_response(f"{status} {code}", [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
         return [b"" if environ["REQUEST_METHOD"] == "HEAD" else body]
@@ -85,14 +86,15 @@ class S3Server:
     def _carry_out(self, environ: Environ, start_response: Any) -> Iterable[bytes]:
         if environ["REQUEST_METHOD"] in {"GET", "HEAD"}:
             return list(self._app(environ, start_response))
-        body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-        environ["wsgi.input"] = io.BytesIO(body)
         with self._writing:
             return list(self._app(environ, start_response))
 
 
 class _Quiet(WSGIRequestHandler):
     protocol_version = "HTTP/1.1"
+
+    def handle_expect_100(self) -> bool:
+        return True  # werkzeug sends the "100 Continue"
 
     def log(self, type: str, message: str, *args: Any) -> None:
         pass

@@ -25,6 +25,8 @@ from batchgen.io.storage import Entry, Opened, Powers, answer, bucket_missing, n
 
 BLOCK_BYTES = 1 << 20  # read ahead of a remote file: streams well, and a sampled read costs little more
 ONE_PUT_BYTES = 5 << 30  # S3's limit for one request
+PUT_SECONDS = 60.0  # what a write may take, retries inside the client included, beside the time for its bytes
+PUT_BYTES_PER_SECOND = 256 << 10
 
 # Where the stores' own listings keep these; the first one present counts.
 ETAG_KEYS = ("ETag", "etag", "md5Hash", "content_md5")
@@ -217,11 +219,25 @@ class _ObjectStore(RemoteDisk):
             raise
         return True
 
+    def replace(self, url: str, data: bytes) -> None:
+        self._put(self._at(url)[1], data)
+
+    def _put(self, path: str, data: bytes, **more: Any) -> None:
+        """Write in one request, where the store has such large ones, and in bounded time.
+
+        A client that waits for leave to send its body ("100 Continue") would wait for ever.
+        """
+        self._system.pipe_file(path, data, timeout=_time_for(data), **more)
+
     def _put_new(self, path: str, data: bytes) -> None:
-        raise NotImplementedError
+        self._put(path, data, mode="create")
 
     def _put_over(self, path: str, data: bytes, version: str) -> None:
         raise NotImplementedError
+
+
+def _time_for(data: bytes) -> float:
+    return PUT_SECONDS + len(data) / PUT_BYTES_PER_SECOND
 
 
 def _refused(error: BaseException) -> bool:
@@ -244,15 +260,13 @@ class S3Disk(_ObjectStore):
         super().__init__(url, options)
         self._system.retries = 1
 
-    def replace(self, url: str, data: bytes) -> None:
-        self._system.pipe_file(self._at(url)[1], data, chunksize=ONE_PUT_BYTES // 2)
-
-    def _put_new(self, path: str, data: bytes) -> None:
-        self._system.pipe_file(path, data, mode="create", chunksize=ONE_PUT_BYTES // 2)
+    def _put(self, path: str, data: bytes, **more: Any) -> None:
+        super()._put(path, data, chunksize=ONE_PUT_BYTES // 2, **more)  # from twice that on, s3fs cuts
 
     def _put_over(self, path: str, data: bytes, version: str) -> None:
         bucket, key, _ = self._system.split_path(path)
-        self._system.call_s3("put_object", Bucket=bucket, Key=key, Body=data, IfMatch=version)
+        given = {"Bucket": bucket, "Key": key, "Body": data, "IfMatch": version}
+        self._system.call_s3("put_object", timeout=_time_for(data), **given)
 
 
 class GoogleDisk(_ObjectStore):
@@ -268,11 +282,8 @@ class GoogleDisk(_ObjectStore):
         info = self._info(url)
         return None if info is None else str(info["generation"])
 
-    def replace(self, url: str, data: bytes) -> None:
-        self._system.pipe_file(self._at(url)[1], data, chunksize=ONE_PUT_BYTES)
-
-    def _put_new(self, path: str, data: bytes) -> None:
-        self._system.pipe_file(path, data, mode="create", chunksize=ONE_PUT_BYTES)
+    def _put(self, path: str, data: bytes, **more: Any) -> None:
+        super()._put(path, data, chunksize=ONE_PUT_BYTES, **more)
 
     def _put_over(self, path: str, data: bytes, version: str) -> None:
         """gcsfs has no parameter for a generation; this is its upload of one request with the condition added."""
@@ -286,6 +297,7 @@ class GoogleDisk(_ObjectStore):
             ifGenerationMatch=version,
             headers={"Content-Type": "application/octet-stream"},
             data=data,
+            timeout=_time_for(data),
         )
 
 
@@ -295,12 +307,12 @@ class AzureDisk(_ObjectStore):
         return {"use_listings_cache": False, **given}
 
     def _put_new(self, path: str, data: bytes) -> None:
-        self._system.pipe_file(path, data, overwrite=False)
+        self._put(path, data, overwrite=False)
 
     def _put_over(self, path: str, data: bytes, version: str) -> None:
         from azure.core import MatchConditions
 
-        self._system.pipe_file(path, data, etag=version, match_condition=MatchConditions.IfNotModified)
+        self._put(path, data, etag=version, match_condition=MatchConditions.IfNotModified)
 
 
 # By the class of the client, not by the URL's scheme, which any package may claim.
