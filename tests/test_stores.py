@@ -538,6 +538,28 @@ def test_a_timeout_is_tried_again(s3: Bucket, when: str) -> None:
     assert store.read("part") == b"mine"
 
 
+def test_a_write_ends_in_bounded_time_whatever_the_client_waits_for(
+    s3: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, answered = tried_out(s3), threading.Event()
+    monkeypatch.setattr(remote, "PUT_SECONDS", 0.2)
+
+    def fault(request: dict[str, Any]) -> None:
+        answered.wait(10)
+
+    s3.server.fault = fault
+    try:
+        for call in (
+            lambda: store.create("a", b""),
+            lambda: store.replace("a", b""),
+            lambda: store.replace_if("a", b"", "any"),
+        ):
+            with pytest.raises(StorageError, match="Timeout"):
+                call()
+    finally:
+        answered.set()
+
+
 def test_tries_are_as_many_as_asked_for(s3: Bucket) -> None:
     store = tried_out(s3, retries=2)
     s3.server.fault = lambda request: ("before", 503, "SlowDown")

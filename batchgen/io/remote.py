@@ -89,6 +89,8 @@ class RemoteDisk:
         system, path = self._fresh(url)
         base = path.rstrip("/") + "/"
         found = system.find(path, withdirs=False, detail=True)
+        if not isinstance(found, Mapping):  # adlfs, where the path is a file
+            return []
         return [
             name[len(base) :]
             for name, info in found.items()
@@ -305,6 +307,9 @@ class AzureDisk(_ObjectStore):
     @staticmethod
     def options(given: Mapping[str, Any]) -> dict[str, Any]:
         return {"use_listings_cache": False, **given}
+
+    def _put(self, path: str, data: bytes, **more: Any) -> None:
+        super()._put(path, data, retry_total=0, **more)  # its first pause would be 15 s
 
     def _put_new(self, path: str, data: bytes) -> None:
         self._put(path, data, overwrite=False)
