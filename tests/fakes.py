@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from batchgen.engine.scheduler import EngineStats
-from batchgen.io.files import Store
+from batchgen.io.stores import Store
 from batchgen.tokenizer import Tokenizer
 from batchgen.types import Completion, InFlight, Request, RowKey
 
