@@ -23,6 +23,7 @@ from batchgen.types import TokenIds
 from batchgen.weights.gguf_tokenizer import SPLITS
 
 MAX_PIECES = 1 << 16  # known at a time, about 16 MiB
+MAX_NEW = 0.5  # of a batch's pieces: with more of them new, whole texts are faster
 MAX_PIECE_CHARS = 64  # longer ones are seldom seen twice
 MAX_TEXT_CHARS = 64 << 10  # a longer text would be a long list of pieces
 
@@ -52,22 +53,33 @@ class WordCache:
         if len(self._known) > MAX_PIECES:
             self._known.clear()
         pieces = [_pieces(text) for text in texts]
-        passing = self._learn(set(chain.from_iterable(pieces)).difference(self._known))
+        new = set(chain.from_iterable(pieces)).difference(self._known)
+        if len(new) > MAX_NEW * sum(map(len, pieces)):  # text that does not repeat itself, or not yet
+            few = -(-len(texts) // 8)
+            new = set(chain.from_iterable(pieces[:few])).difference(self._known)
+            pieces, whole = pieces[:few], texts[few:]
+        else:
+            whole = ()
+        passing = self._learn(new)
         before, behind = self._around[add_special_tokens]
         get = self._known.__getitem__
         ids = [np.frombuffer(bytearray(before + b"".join(map(get, cut)) + behind), np.int32) for cut in pieces]
         for piece in passing:
             del self._known[piece]
-        return ids
+        return ids + encode_whole(self._rust, whole, add_special_tokens) if whole else ids
 
     def _learn(self, pieces: set[str]) -> list[str]:
         """Encode new pieces; returns those that are not worth keeping."""
         new = list(pieces)
         texts = [piece[1:] if piece.startswith(" ") else " " + piece for piece in new]
-        encodings = self._rust.encode_batch_fast(texts, add_special_tokens=False)
-        for piece, encoding in zip(new, encodings, strict=True):
-            self._known[piece] = np.array(encoding.ids, np.int32).tobytes()
+        for piece, ids in zip(new, encode_whole(self._rust, texts, add_special_tokens=False), strict=True):
+            self._known[piece] = ids.tobytes()
         return [piece for piece in new if len(piece) > MAX_PIECE_CHARS]
+
+
+def encode_whole(rust: RustTokenizer, texts: Sequence[str], add_special_tokens: bool) -> list[TokenIds]:
+    encodings = rust.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+    return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
 
 def _pieces(text: str) -> list[str]:
