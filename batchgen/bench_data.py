@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -285,7 +286,7 @@ def _write_input(workload: Workload, folder: str, tokenizer: Tokenizer) -> None:
     tokens = max(1, workload.prompt_tokens - around)
     write = {"parquet": _write_parquet, "jsonl": _write_jsonl}[workload.input_format]
     bounds = np.linspace(0, workload.rows, workload.files + 1).astype(np.int64).tolist()
-    for number, (first, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for number, (first, end) in enumerate(pairwise(bounds)):
         with _create(f"{folder}/input/{number:05d}.{workload.input_format}", workload.storage_options) as file:
             write(file, _rows(workload, text, tokens, first, end))
 
