@@ -167,7 +167,9 @@ class _Watch:
     def _look_at(self, name: str, process: psutil.Process) -> None:
         try:
             rss, files = process.memory_info().rss, process.num_fds()
-        except psutil.Error:  # it has just ended
+        except psutil.Error:
+            return
+        if not rss:  # it has just ended
             return
         self._rss[name].append(rss)
         self.peak_rss[name] = max(self.peak_rss[name], rss)
