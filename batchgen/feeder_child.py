@@ -304,7 +304,7 @@ class Worker:
         task, state = self.task, self.state
         results: dict[int, Prompt | InvalidRow] = {}
         small: dict[int, Draft] = {}
-        with templates.memory_limit(RENDER_MEMORY):
+        with templates.memory_limit(RENDER_MEMORY), templates.timer():
             for place, row in enumerate(rows):
                 state.write(file.number, row.number, row.number)
                 problem = row.error or wrong.get(place)

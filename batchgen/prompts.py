@@ -123,7 +123,7 @@ class PromptBuilder:
         """The template, and the columns that it reads; None where it can read any."""
         try:
             names = meta.find_undeclared_variables(self._environment.parse(source)) - set(self._environment.globals)
-            template = self._environment.from_string(source)
+            template = templates.compiled(self._environment, source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"{where} is not valid Jinja: line {error.lineno}: {error.message}") from None
         return template, None if WHOLE_ROW in names else frozenset(names)
