@@ -131,7 +131,7 @@ class Feeder:
         if batch.end is not None and not batch.cut_off:
             self._task.done.setdefault(batch.file, {})[batch.shard] = batch.end
         if batch.num_rows:
-            self._task = replace(self._task, resume=(batch.file, batch.first_row + batch.num_rows))
+            self._task = replace(self._task, resume=(batch.file, int(batch.rows[-1]) + 1))
         if batch.last_of_file:
             self._task = replace(self._task, resume=(batch.file + 1, 0))
 
