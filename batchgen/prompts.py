@@ -72,7 +72,7 @@ class PromptBuilder:
         self._spec = prompt
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
-        self._max_tokens = sampling.max_tokens
+        self._params = sampling.params()
         self._literal = prompt.special_tokens_in_content == "literal"
         self._environment = templates.row_environment()
         self._source = self._find_source()
@@ -145,18 +145,15 @@ class PromptBuilder:
 
     def build(self, values: Mapping[str, Any]) -> Prompt:
         """The prompt of one row; raises InvalidRow."""
-        prompt = self.encode([self.draft(values)])[0]
+        prompt = self.encode([self.draft(values, self._params)])[0]
         if isinstance(prompt, InvalidRow):
             raise prompt
         return prompt
 
-    def draft(self, values: Mapping[str, Any], params: SamplingParams | None = None) -> Draft:
-        """Renders one row; raises InvalidRow. Cheap rows by the hundred are then encoded together.
-
-        `params` are the row's own, where it has some.
-        """
+    def draft(self, values: Mapping[str, Any], params: SamplingParams) -> Draft:
+        """Renders one row; raises InvalidRow. Cheap rows by the hundred are then encoded together."""
         draft = self._draft(values)
-        draft.budget = self._budget(self._max_tokens if params is None else params.max_tokens)
+        draft.budget = self._budget(params)
         return draft
 
     def draft_call(self, call: Call, params: SamplingParams) -> Draft:
@@ -175,11 +172,11 @@ class PromptBuilder:
         else:
             (text, _), mark = self._marked((call.prompt, None), tools_are_data=False)
             draft = self._raw(text, mark)
-        draft.budget = self._budget(params.max_tokens)
+        draft.budget = self._budget(params)
         return draft
 
-    def _budget(self, max_tokens: int | None) -> int:
-        room = max_tokens or 1
+    def _budget(self, params: SamplingParams) -> int:
+        room = params.max_tokens or 1
         return self._max_model_len - (room if room < self._max_model_len else 1)
 
     def _draft(self, values: Mapping[str, Any]) -> Draft:

@@ -32,6 +32,7 @@ REMOTE_BLOCK_BYTES = 1 << 20  # read ahead of a remote file: streams well, and a
 NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 TABLE_MARKERS = {"_delta_log": "Delta Lake", ".hoodie": "Hudi"}  # a folder of this name makes its parent a table
+OUTPUT, ERRORS, BATCH = COPIES = ("output.jsonl", "errors.jsonl", "batch.json")  # what a run folder's parts hold, too
 RENAME_NOREPLACE = 1  # linux/fs.h
 AT_FDCWD = -100  # fcntl.h
 
@@ -508,8 +509,10 @@ class _Finder:
 
     def _folder(self, base: str) -> Iterator[tuple[str, _Entry]]:
         """A folder's data files, and those of its key=value sub-folders."""
-        for entry in self._ls(base):
-            if entry.name.startswith(("_", ".")):
+        entries = self._ls(base)
+        copies = COPIES if any(entry.name == "_batchgen" for entry in entries) else ()
+        for entry in entries:
+            if entry.name.startswith(("_", ".")) or entry.name in copies:
                 continue
             if entry.kind != "folder":
                 yield base + entry.name + self._chain, entry

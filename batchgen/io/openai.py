@@ -112,8 +112,7 @@ _ENDPOINTS = (
 class Call:
     """A checked request. A chat has `messages` (not looked into), a completion has `prompt`: text or token ids.
 
-    `tools` None means that the request says nothing of them. `sampling` holds values of `rowparams.read_value`;
-    max_tokens is always among them.
+    `tools` None means that the request says nothing of them. `sampling` holds values of `rowparams.read_value`.
     """
 
     url: str
@@ -131,7 +130,7 @@ def read_call(row: Mapping[str, Any]) -> Call:
         given = kinds.shown(body) if "body" in row else "nothing"
         raise InvalidRow("invalid_row", f"body: {given} given, expected an object")
     endpoint = _endpoint(row, body)
-    sampling: dict[str, Any] = {"max_tokens": None}
+    sampling: dict[str, Any] = {}
     for name, value in body.items():
         if name not in endpoint.fields:
             raise _invalid(name, _unknown(name, endpoint))
@@ -155,13 +154,16 @@ def read_call(row: Mapping[str, Any]) -> Call:
     return Call(COMPLETIONS, None, _one_prompt(prompt), None, sampling)
 
 
-def answer_shape(body: Any) -> tuple[str | None, str | None]:
-    """What an answer repeats of a body that may be anything: the endpoint it is for, and the model it names."""
-    if not isinstance(body, Mapping):
-        return None, None
-    endpoint = next((endpoint.url for endpoint in _ENDPOINTS if body.get(endpoint.prompt) is not None), None)
-    model = body.get("model")
-    return endpoint, model if isinstance(model, str) else None
+def endpoint_of(body: Any) -> str | None:
+    """The endpoint that a body is for; None where it may be anything."""
+    given = body if isinstance(body, Mapping) else {}
+    return next((endpoint.url for endpoint in _ENDPOINTS if given.get(endpoint.prompt) is not None), None)
+
+
+def model_of(body: Any) -> str | None:
+    """The model that a body names; None where it names none."""
+    model = body.get("model") if isinstance(body, Mapping) else None
+    return model if isinstance(model, str) else None
 
 
 def _check_id(row: Mapping[str, Any]) -> None:
