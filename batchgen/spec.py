@@ -181,6 +181,11 @@ class PromptSpec(Section):
         description="literal encodes a control token's text inside data as ordinary text, so that no row can forge a "
         "turn; allow encodes it as the control token.",
     )
+    allow_empty: bool = Field(
+        default=False,
+        description="true takes an empty text for a prompt where the tokenizer begins every prompt with a token (BOS); "
+        "elsewhere it has no tokens and stays a row error.",
+    )
     too_long: Literal["error", "truncate_left", "truncate_right", "truncate_middle"] = Field(
         default="error",
         description="What happens to a prompt that leaves no room for an answer: a row error, or tokens are dropped at "
