@@ -283,8 +283,8 @@ class Ledger:
     def finish(self, extra: Mapping[str, Any], pulse: Callable[[], None] = lambda: None) -> dict[str, Any]:
         """Write _SUCCESS: only when every file is indexed and every part is there and proven. Returns what it says.
 
-        What an OpenAI run has besides its parts is made first. That takes its time: `pulse` is called meanwhile, and may
-        raise what ends this start.
+        What an OpenAI run has besides its parts is made first. That takes its time: `pulse` is called meanwhile, and
+        may raise what ends this start.
         """
         expected = [(shard.file, shard.shard) for file in sorted(self._index) for shard in self._index[file]]
         format_ = self.shape["format"]
@@ -316,7 +316,7 @@ class Ledger:
             "parts": parts,
         }
         if format_ == "openai":
-            self._publish([part["name"] for part in parts], own, pulse)
+            self._publish([part_name(*key, format_) for key in expected], own, pulse)
         for name in self._store.list(TRIAL):  # the parts hold it all now
             self._store.delete(name)
         summary = put_record(self._store, SUCCESS, {**extra, **own})

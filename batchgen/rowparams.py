@@ -24,7 +24,9 @@ _PARAMS = frozenset(SamplingParams.__dataclass_fields__)
 def _reader(key: str) -> TypeAdapter[Any]:
     """What the job file's schema does with this key alone."""
     field = SamplingSpec.model_fields[key]
-    annotation = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+    annotation: Any = field.annotation
+    for kind in field.metadata:
+        annotation = Annotated[annotation, kind]
     return TypeAdapter(annotation, config=ConfigDict(strict=True, allow_inf_nan=False))
 
 

@@ -140,8 +140,8 @@ def publish(
 ) -> None:
     """Write output.jsonl, errors.jsonl and batch.json out of all parts, in their order, over what is there.
 
-    Only for a run that is complete. `pulse` is called again and again, and may raise what ends the work. All follow from the parts but for the time in batch.json, so that doing it twice,
-    or again after a crash in the middle, does no harm.
+    Only for a run that is complete. All follow from the parts but for the time in batch.json, so that doing it twice,
+    or again after a crash in the middle, does no harm. `pulse` is called again and again, and may raise what ends it.
     """
     streamed.replace_from(store, OUTPUT, _lines(store, parts, pulse, answered=True))
     streamed.replace_from(store, ERRORS, _lines(store, parts, pulse, answered=False))

@@ -330,7 +330,8 @@ def count_jsonl(
     """
     counters, failed_rows, number = Counters(), set(), 0
     try:
-        for number, line in enumerate(data.splitlines(), 1):
+        for line in data.splitlines():
+            number += 1
             result = orjson.loads(line)
             if part_format == "openai":
                 answers.tally(result, counters)

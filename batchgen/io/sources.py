@@ -145,7 +145,9 @@ def detect(file: InputFile, declared: str, storage_options: Mapping[str, Any]) -
         if compression:
             raise DataError(f"{file.path}: Parquet inside {compression}; unpack it (Parquet compresses by itself)")
         if wanted in ("jsonl", "openai"):
-            raise DataError(f"{file.path}: input.format is {wanted}, but this is a Parquet file; set input.format: auto")
+            raise DataError(
+                f"{file.path}: input.format is {wanted}, but this is a Parquet file; set input.format: auto"
+            )
         return "parquet"
     if wanted == "parquet":
         what = "is empty" if not head else "does not begin with the bytes PAR1"

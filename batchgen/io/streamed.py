@@ -40,15 +40,11 @@ def _to_disk(path: str, chunks: Iterator[bytes]) -> None:
     temp = os.path.join(folder, f".tmp-{uuid.uuid4().hex}-{name}")
     try:
         with naming(path):
-            file = open(temp, "xb")
-        with file:
-            for chunk in chunks:  # whose own errors name their own files
-                with naming(path):
+            with open(temp, "xb") as file:
+                for chunk in chunks:  # an error of a part that is read is named already
                     file.write(chunk)
-            with naming(path):
                 file.flush()
                 os.fsync(file.fileno())
-        with naming(path):
             os.replace(temp, path)
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
