@@ -16,13 +16,14 @@ import pyarrow as pa
 from batchgen.io import streamed
 from batchgen.io.files import BATCH, ERRORS, OUTPUT, Store
 from batchgen.io.jsonline import utf8
-from batchgen.io.openai import CHAT, COMPLETIONS
 from batchgen.runfolder import Counters, encode
 from batchgen.types import Completion
 
 if TYPE_CHECKING:
     from batchgen.io.sinks import ShardResults
 
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
 MODEL = b"batchgen.model"  # in the schema's metadata: the name that answers give where a request has none
 OUR_FAULT = frozenset({"nonfinite_logits", "out_of_memory", "timeout", "internal"})  # and not the request's
 _ANSWERED = b'"error":null}\n'  # how the line of an answered request ends, and no other: `error` is the last key

@@ -12,10 +12,9 @@ from typing import Any
 
 from batchgen import kinds
 from batchgen.errors import InvalidRow
+from batchgen.io.answers import CHAT, COMPLETIONS
 from batchgen.rowparams import read_value
 
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
 ID = "custom_id"
 
 # Fields that become sampling parameters: the field's name, and the job file's.
