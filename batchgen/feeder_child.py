@@ -6,7 +6,6 @@ import contextlib
 import mmap
 import os
 import pickle
-import signal
 import sys
 import tempfile
 import traceback
@@ -25,6 +24,7 @@ from batchgen.errors import BatchgenError, ConfigError, InvalidRow
 from batchgen.io import sources
 from batchgen.io.files import InputFile
 from batchgen.io.openai import Call, read_call
+from batchgen.lifeline import die_with_input
 from batchgen.prompts import Draft, Prompt, PromptBuilder
 from batchgen.rowparams import RowParams, read_column
 from batchgen.spec import JobSpec
@@ -159,12 +159,15 @@ class State:
         os.close(self.descriptor)
 
 
-def child_main(pipe: int, state: int, parent: int) -> None:
+def child_main(pipe: int, state: int) -> None:
     """The child process's whole life. The parent's signals to stop are not for it: it is stopped by its parent."""
-    _die_with(parent)
     with contextlib.suppress(OSError):
         os.nice(19)
-    task: Task = pickle.load(sys.stdin.buffer)
+    try:
+        task: Task = pickle.load(sys.stdin.buffer)
+    except (EOFError, pickle.UnpicklingError):  # the parent is gone
+        os._exit(0)
+    die_with_input()
     connection = Connection(pipe, readable=False)
     try:
         for batch in Worker(task, State(state)).run():
@@ -193,16 +196,6 @@ def child_main(pipe: int, state: int, parent: int) -> None:
         )
     # no clean-up is needed, and a thread of some store's client must not keep the process
     os._exit(0)
-
-
-def _die_with(parent: int) -> None:
-    """Where the system can: a parent that is killed takes its child along at once, not at the next full pipe."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(0)
 
 
 def _send(connection: Connection, message: tuple[str, Any]) -> None:

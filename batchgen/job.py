@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any
@@ -27,6 +27,8 @@ from batchgen.parts import Built, Parts
 from batchgen.report import Progress, table
 from batchgen.runfolder import TRIAL
 from batchgen.spec import JobSpec, SamplingSpec
+from batchgen.spot import Kind, SpotWatch
+from batchgen.watchdog import Watchdog
 from batchgen.writer import Writer
 
 logger = logging.getLogger(__name__)
@@ -44,6 +46,7 @@ class RunOptions:
     overwrite: bool = False
     max_runtime: float | None = None
     max_output_tokens: int | None = None
+    spot: Kind | None = None  # whose notices of interruption are watched
 
 
 def open_model(spec: JobSpec) -> ModelLike:
@@ -67,8 +70,8 @@ def run(
     """
     options = options or RunOptions()
     store = store_opener(spec.output.path, spec.output.storage_options, retries=spec.errors.retries)
-    with StopSignal() as stop:
-        return _Start(spec, options, store, model_opener, stop).run()
+    with StopSignal() as stop, nullcontext() if options.spot is None else SpotWatch(options.spot) as spot:
+        return _Start(spec, options, store, model_opener, stop, spot).run()
 
 
 class StopSignal(AbstractContextManager["StopSignal"]):
@@ -141,8 +144,9 @@ class _Start:
         store: Store,
         model_opener: Callable[[JobSpec], ModelLike],
         stop: StopSignal,
+        spot: SpotWatch | None,
     ) -> None:
-        self._spec, self._options, self.store, self._stop = spec, options, store, stop
+        self._spec, self._options, self.store, self._stop, self._spot = spec, options, store, stop, spot
         self._model_opener = model_opener
         self._began = time.monotonic()
         self.limit = min((n for n in (options.limit, spec.input.limit) if n is not None), default=None)
@@ -230,24 +234,28 @@ class _Start:
             stack.callback(progress.close)
             writer: Writer[Built] = stack.enter_context(Writer())
             parts = Parts(spec, files, formats, fields, schema, book, model.tokenizer)
-            loop = Loop(self, spec, files, book, feeder, parts, writer, model, meter, progress, heart)
+            dog = Watchdog(spec.errors.stall_timeout)
+            if self._spot is not None and self._spot.notice is not None:  # loading a model is not worth its while
+                raise Interrupted(f"{self._spot.notice}; run the same command again, on another machine", "spot")
+            loop = Loop(self, spec, files, book, feeder, parts, writer, model, meter, progress, heart, dog)
             self._stop.wait_for_loop()
-            loop.run()
+            with dog:
+                loop.run()
             progress.close()
             return self._end(book, loop)
 
-    @property
-    def stop_name(self) -> str | None:
-        return self._stop.name
-
-    def reason_to_stop(self, output_tokens: int) -> str | None:
-        """Why this start is to end before the last row, "signal" or "limit"; None while it may go on."""
+    def reason_to_stop(self, output_tokens: int) -> tuple[str, str] | None:
+        """Why this start is to end before the last row: (reason, in words); None while it may go on."""
         if self._stop.name is not None:
-            return "signal"
+            return "signal", f"{self._stop.name} received"
+        if self._spot is not None and self._spot.notice is not None:
+            return "spot", self._spot.notice
         runtime, tokens = self._options.max_runtime, self._options.max_output_tokens
         if runtime is not None and time.monotonic() - self._began >= runtime:
-            return "limit"
-        return "limit" if tokens is not None and output_tokens >= tokens else None
+            return "limit", "the time limit of this start is reached"
+        if tokens is not None and output_tokens >= tokens:
+            return "limit", "the token limit of this start is reached"
+        return None
 
     def _stop_if_asked(self) -> None:
         """While files are made of finished parts, which the next start can do as well."""

@@ -33,6 +33,7 @@ from batchgen.types import (
     ShardRange,
     TokenIds,
 )
+from batchgen.watchdog import Watchdog
 from batchgen.writer import Writer
 
 logger = logging.getLogger(__name__)
@@ -80,9 +81,7 @@ class StartLike(Protocol):
 
     limit: int | None
 
-    @property
-    def stop_name(self) -> str | None: ...
-    def reason_to_stop(self, output_tokens: int) -> str | None: ...
+    def reason_to_stop(self, output_tokens: int) -> tuple[str, str] | None: ...
 
 
 def noise_key(seed: int, name: str) -> int:
@@ -113,10 +112,13 @@ class Loop:
         meter: Meter,
         progress: Progress,
         heart: Heart,
+        watchdog: Watchdog,
     ) -> None:
         self._start, self._spec, self._files = start, spec, files
         self._ledger, self._feeder, self._parts, self._writer = book, feeder, parts, writer
         self._meter, self._progress, self._heart = meter, progress, heart
+        self._watchdog = watchdog
+        self._state: tuple[int, ...] = ()  # changes with every bit of progress
         self._engine = model.engine()
         self._params = resolved_sampling(spec, model).params()
         self._collector = Collector(self._params)
@@ -139,7 +141,7 @@ class Loop:
         except StorageError:
             raise
         except Interrupted as error:
-            if error.reason == "feeder":
+            if error.reason in ("feeder", "stalled"):
                 self._ledger.checkpoint(self._engine.snapshot())
             raise
         except Exception:
@@ -259,6 +261,7 @@ class Loop:
         """What is to be done now and then; each part of it decides for itself whether it is time."""
         now = time.monotonic()
         self._heart.check()
+        self._watch()
         if now - self._ticked >= 1.0:
             self._ticked = now
             stats = self._engine.stats()
@@ -270,7 +273,7 @@ class Loop:
         self._judge_failures()
         reason = self._start.reason_to_stop(self._engine.stats().output_tokens)
         if reason is not None:
-            self._drain(reason)
+            self._drain(*reason)
         due = now - self._saved >= self._spec.checkpoint.interval
         if due or self._ledger.pending_bytes >= MAX_PENDING_BYTES:
             self._checkpoint()
@@ -283,11 +286,19 @@ class Loop:
         failed = self._meter.rows_failed_before + sum(self._meter.failed.values())
         self._ledger.show_progress(rows_done=self._meter.rows_done, rows_failed=failed)
 
-    def _drain(self, reason: str) -> None:
+    def _watch(self) -> None:
+        """Tell the watchdog of any progress: rows read, tokens computed, rows finished, parts written."""
+        stats, collector = self._engine.stats(), self._collector
+        state = (stats.prompt_tokens, stats.output_tokens, self._meter.rows, collector.open_rows, len(collector))
+        if state != self._state:
+            self._state = state
+            self._watchdog.touch()
+        self._watchdog.check()
+
+    def _drain(self, reason: str, why: str) -> None:
         self._show_progress()
         self._checkpoint()
         rows = f"{self._meter.rows_done:,} rows are finished"
-        why = "a limit of this start is reached" if reason == "limit" else f"{self._start.stop_name} received"
         raise Interrupted(f"{why}: progress is saved, {rows}; run the same command again to go on", reason=reason)
 
     def _judge_failures(self) -> None:

@@ -394,6 +394,11 @@ class ErrorsSpec(Section):
     retries: kinds.Natural = Field(
         default=2, description="More tries for a read or write of the output store that fails, with growing pauses."
     )
+    stall_timeout: kinds.Duration | None = Field(
+        default=900.0,
+        description="A run in which nothing moves for so long writes all stacks to standard error and ends with exit "
+        "code 75, its progress saved as far as that is possible; null waits for ever.",
+    )
     row_timeout: kinds.Duration | None = Field(default=None, description="Longest time for one row; null is none.")
 
 

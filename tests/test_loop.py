@@ -13,7 +13,8 @@ import pytest
 from fakes import FakeEngine, FakeModel, byte_tokenizer
 from test_job import job_of, results, start, write_rows
 
-from batchgen import loop
+from batchgen import job, loop
+from batchgen.errors import Interrupted
 from batchgen.types import Completion, RowKey
 
 
@@ -87,3 +88,46 @@ def test_a_shard_larger_than_the_bound_is_finished(
     a_job = job_of(tmp_path, write_rows(tmp_path / "in", 600), output__shard_rows=1000)
     assert start(a_job, FakeModel(model_folder))["rows"] == 600
     assert [row["id"] for row in results(a_job)] == [f"k{i}" for i in range(600)]
+
+
+class Standing(FakeEngine):
+    """Answers some rows, then turns without getting anywhere."""
+
+    steps = 0
+
+    def step(self) -> list[Completion]:
+        self.steps += 1
+        if self.steps > 3:
+            time.sleep(0.01)
+            return []
+        return super().step()
+
+
+def test_an_engine_that_gets_nowhere_is_ended_with_its_work_saved(
+    tmp_path: Path, model_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """E7: no progress for a while ends with 75 and the stacks of all threads, and the job can be gone on with."""
+    a_job = job_of(tmp_path, write_rows(tmp_path / "in", 100), errors__stall_timeout=0.5, checkpoint__interval="1h")
+    with pytest.raises(Interrupted, match=r"no progress for 0\.5 s") as stopped:
+        start(a_job, FakeModel(model_folder, Standing(pace=2)))
+    assert stopped.value.reason == "stalled"
+    assert "in step" in capfd.readouterr().err
+    again = FakeEngine()
+    assert start(a_job, FakeModel(model_folder, again))["rows"] == 100
+    assert again.resumed, "tokens of rows in flight were not saved"
+    assert [row["id"] for row in results(a_job)] == [f"k{i}" for i in range(100)]
+
+
+def test_a_spot_notice_drains(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_job = job_of(tmp_path, write_rows(tmp_path / "in", 400))
+    monkeypatch.setattr(job.SpotWatch, "__enter__", lambda self: self)
+    monkeypatch.setattr(job.SpotWatch, "__exit__", lambda self, *exc: None)
+    steps = iter(range(10**6))
+    monkeypatch.setattr(
+        job.SpotWatch, "notice", property(lambda self: "AWS spot: terminate" if next(steps) > 3 else None)
+    )
+    engine = FakeEngine(think=lambda: time.sleep(0.01))
+    with pytest.raises(Interrupted, match="AWS spot: terminate: progress is saved") as stopped:
+        start(a_job, FakeModel(model_folder, engine), job.RunOptions(spot="aws"))
+    assert stopped.value.reason == "spot"
+    assert start(a_job, FakeModel(model_folder))["rows"] == 400
