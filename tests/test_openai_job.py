@@ -75,7 +75,7 @@ def job_of(tmp_path: Path, inputs: Path, **sections: Any) -> spec.JobSpec:
         "model": {"path": "fake"},
         "input": {"path": str(inputs), "format": "openai"},
         "sampling": {"max_tokens": None, "temperature": 0.25},
-        "output": {"path": str(tmp_path / "out"), "format": "openai", "shard_rows": 8},
+        "output": {"path": str(tmp_path / "out"), "format": "openai", "shard_rows": 16},
         "checkpoint": {"interval": 0.001},
         "errors": {"max_failed": 100},
     }
@@ -185,6 +185,7 @@ def test_dying_at_any_storage_operation(
                 check(tmp_path / "out")
     else:
         raise AssertionError("never got through")
+    assert at > 20
     check(tmp_path / "out")
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole/out")
     counters = json.loads((tmp_path / "out/_SUCCESS").read_text())["counters"]
