@@ -107,11 +107,11 @@ def test_an_engine_that_gets_nowhere_is_ended_with_its_work_saved(
     tmp_path: Path, model_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """E7: no progress for a while ends with 75 and the stacks of all threads, and the job can be gone on with."""
-    a_job = job_of(tmp_path, write_rows(tmp_path / "in", 100), errors__stall_timeout=0.5, checkpoint__interval="1h")
-    with pytest.raises(Interrupted, match=r"no progress for 0\.5 s") as stopped:
+    a_job = job_of(tmp_path, write_rows(tmp_path / "in", 100), errors__stall_timeout=3.0, checkpoint__interval="1h")
+    with pytest.raises(Interrupted, match=r"no progress for 3 s") as stopped:
         start(a_job, FakeModel(model_folder, Standing(pace=2)))
     assert stopped.value.reason == "stalled"
-    assert "in step" in capfd.readouterr().err
+    assert "loop.py" in capfd.readouterr().err
     again = FakeEngine()
     assert start(a_job, FakeModel(model_folder, again))["rows"] == 100
     assert again.resumed, "tokens of rows in flight were not saved"
