@@ -17,7 +17,7 @@ from batchgen.io import answers, streamed
 from batchgen.io.files import Store, expand
 from batchgen.io.sinks import ShardResults, build_part, count_jsonl, result_schema
 from batchgen.runfolder import Counters, part_name
-from batchgen.types import NO_TOKENS, Completion, RowError, RowKey, ShardRange
+from batchgen.types import Completion, RowError, RowKey, ShardRange
 
 CHAT, COMPLETIONS = answers.CHAT, answers.COMPLETIONS
 BAD = RowError("invalid_parameter", "body.n: 0 given \ud83d")
@@ -159,7 +159,7 @@ def test_rows_without_an_id_are_named_by_their_place() -> None:
     assert lines[0]["response"]["body"]["model"] == "jobs/model"
 
 
-# -- the files of a whole run --------------------------------------------------------------------------------------------
+# -- the files of a whole run ------------------------------------------------------------------------------------------
 
 
 def published(store: Store, pulse: Any = lambda: None, **changed: Any) -> Counters:

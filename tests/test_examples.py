@@ -25,7 +25,7 @@ from batchgen.spec import NOT_SUPPORTED
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "examples" / "data"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "examples/README.md", "docs/architecture.md"]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "examples/README.md", "docs/architecture.md", "docs/openai-batch.md"]
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from batchgen import jobfile, spec
 from batchgen.errors import InvalidRow
-from batchgen.io.openai import CHAT, COMPLETIONS, Call, endpoint_of, model_of, read_call
+from batchgen.io.openai import _ENDPOINTS, CHAT, COMPLETIONS, Call, endpoint_of, model_of, read_call
 
+ROOT = Path(__file__).parent.parent
 MESSAGES = [{"role": "user", "content": "Hello?"}]
 
 
@@ -204,3 +208,12 @@ def test_missing_parts_of_a_line() -> None:
 def test_what_answers_repeat_of_a_body_that_may_be_anything(body: Any) -> None:
     assert endpoint_of(body) is None and model_of(body) is None
     assert endpoint_of({"prompt": "a"}) == COMPLETIONS and model_of({"model": "m"}) == "m"
+
+
+def test_the_document_names_every_field_and_its_job_is_one() -> None:
+    text = (ROOT / "docs/openai-batch.md").read_text(encoding="utf-8")
+    cells = re.findall(r"^\| (`.+?) \|", text, flags=re.MULTILINE)
+    named = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+    assert named == frozenset().union(*(endpoint.fields for endpoint in _ENDPOINTS))
+    (job,) = re.findall(r"^```yaml\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    assert spec.parse(jobfile.parse_mapping(job, "docs/openai-batch.md")).input.format == "openai"

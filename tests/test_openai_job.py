@@ -300,7 +300,7 @@ def test_requests_that_are_not_declared_get_a_hint(tmp_path: Path, model_folder:
     source = {"path": str(write_batch(tmp_path))}
     output = {"path": str(tmp_path / "out")}
     a_job = job_of(tmp_path, tmp_path, input=source, output=output, errors={"max_failed": 0.1})
-    with pytest.raises(DataError, match="OpenAI batch lines need input.format: openai"):
+    with pytest.raises(DataError, match=r"OpenAI batch lines need input\.format: openai"):
         start(a_job, FakeModel(model_folder))
 
 
@@ -321,11 +321,11 @@ def test_validate_looks_at_requests(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none of the first 1 lines .*body.stream: true given"):
         check_job(tmp_path)
     (tmp_path / "in.jsonl").write_text('{"text": "a"}\n')
-    with pytest.raises(ConfigError, match="`sampling.column`: none of the first 1 rows has a column params"):
+    with pytest.raises(ConfigError, match=r"`sampling\.column`: none of the first 1 rows has a column params"):
         check_job(tmp_path, input=undeclared, sampling={"max_tokens": 1, "column": "params"})
 
 
-# -- sampling.column ------------------------------------------------------------------------------------------------------
+# -- sampling.column ---------------------------------------------------------------------------------------------------
 
 
 def rows_with_params(folder: Path, kind: str) -> Path:

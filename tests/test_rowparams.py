@@ -118,7 +118,7 @@ def test_token_ids_that_the_model_has_not() -> None:
         params.over({"stop_token_ids": (100,)}, "here")
 
 
-# -- keys of a job that OpenAI's lines take the place of ------------------------------------------------------------------
+# -- keys of a job that OpenAI's lines take the place of ---------------------------------------------------------------
 
 JOB: dict[str, Any] = {
     "model": {"path": "m"},
