@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -150,6 +150,9 @@ class FailingStore(Store):
 
     def replace(self, name: str, data: bytes) -> None:
         self._guard(lambda: super(FailingStore, self).replace(name, data))
+
+    def replace_from(self, name: str, chunks: Iterable[bytes]) -> None:
+        self._guard(lambda: super(FailingStore, self).replace_from(name, chunks))
 
     def delete(self, name: str) -> None:
         self._guard(lambda: super(FailingStore, self).delete(name))

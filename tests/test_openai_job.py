@@ -171,7 +171,7 @@ def test_dying_at_any_storage_operation(
     tmp_path: Path, model_folder: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that died at its 1st, then 2nd, 3rd ... writing operation of a start ends as one that did not."""
-    monkeypatch.setattr("batchgen.lease._process_runs", lambda pid, started: False)  # the "dead" ones were this one
+    monkeypatch.setattr("batchgen.lease.process_runs", lambda pid, started: False)  # the "dead" ones were this one
     inputs = write_batch(tmp_path)
     whole = job_of(tmp_path / "whole", inputs)
     summary = start(whole, FakeModel(model_folder))
@@ -185,7 +185,7 @@ def test_dying_at_any_storage_operation(
                 check(tmp_path / "out")
     else:
         raise AssertionError("never got through")
-    assert at > 20
+    assert at > 8
     check(tmp_path / "out")
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole/out")
     counters = json.loads((tmp_path / "out/_SUCCESS").read_text())["counters"]
