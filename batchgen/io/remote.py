@@ -261,6 +261,7 @@ class S3Disk(_ObjectStore):
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         super().__init__(url, options)
         self._system.retries = 1
+        self._system.max_concurrency = 1  # one object is one request: ranges could be of two versions
 
     def _put(self, path: str, data: bytes, **more: Any) -> None:
         super()._put(path, data, chunksize=ONE_PUT_BYTES // 2, **more)  # from twice that on, s3fs cuts
