@@ -7,10 +7,12 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from batchgen import runfolder
 from batchgen.errors import BatchgenError, ConfigError, Interrupted, StorageError
+from batchgen.io.files import COPIES
 from batchgen.io.stores import Store
 from batchgen.jobrecord import JobRecord, check_same, establish, read_job
 from batchgen.lease import DEAD_AFTER_SECONDS, Heart, Lease, holder, latest_epoch, now, seems_alive, who
@@ -45,6 +47,15 @@ SLOT = 0  # the place of a plain run's one worker
 __all__ = ["Ledger", "RunStatus", "check_same", "overwrite", "peek", "read_job", "read_success"]
 
 _Parts = dict[tuple[int, int], PartProof | None]  # (file, shard): its proof; None: committed, its rows not known
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A part that stands in the folder: `ours`, or another worker's of the same rows."""
+
+    name: str
+    proof: PartProof
+    ours: bool
 
 
 class Ledger:
@@ -173,6 +184,10 @@ class Ledger:
 
     def commit_part(self, shard: ShardRange, data: bytes, counters: Counters) -> bool:
         """Create the part of a shard, which commits it. False where another worker's stands there: ours is dropped."""
+        return self.acknowledge(self.write_part(shard, data, counters))
+
+    def write_part(self, shard: ShardRange, data: bytes, counters: Counters) -> Written:
+        """The storage work of a commit; may run in another thread. To be acknowledged in this one."""
         name = part_name(shard.file, shard.shard, self.shape["format"])
         proof = self._proof(name, data, shard, counters)
         self._lease.check()
@@ -181,9 +196,21 @@ class Ledger:
             standing = self._store.read(name)
             proof = self._proof(name, standing, shard, None)
             logger.warning("%s was committed by another worker; it stands", self._store.path(name))
-        self._know(name, proof)
-        self._pieces.committed(shard)
-        return ours
+        return Written(name, proof, ours)
+
+    def acknowledge(self, written: Written) -> bool:
+        """Count a part that is written, and forget what is kept of its rows. False where it is another worker's."""
+        self._know(written.name, written.proof)
+        self._pieces.committed(written.proof.shard)
+        return written.ours
+
+    def pieces_of(self, shard: ShardRange) -> list[str]:
+        """The pieces that hold rows of an open shard."""
+        return self._pieces.names_of(shard)
+
+    def read_back(self, shard: ShardRange, names: Sequence[str]) -> dict[tuple[int, int], Completion]:
+        """The finished samples of a shard in these pieces, by row and sample; may run in another thread."""
+        return self._pieces.read_back(shard, names)
 
     def _proof(self, name: str, data: bytes, shard: ShardRange, counters: Counters | None) -> PartProof:
         """The proof of a whole part, compared with the shard it is for."""
@@ -196,13 +223,13 @@ class Ledger:
             if proof.shard != shard:
                 raise StorageError(f"{path}: this part is corrupt: it holds {proof.shard} where {shard} belongs")
             return proof
-        counters = counters or count_jsonl(data, path, shard)
+        counters = counters or count_jsonl(data, path, shard, part_format=self.shape["format"])
         checksum = hashlib.sha256(data).hexdigest()
         return PartProof(self._job.digest, self._lease.epoch, shard, counters, checksum, len(data))
 
     def _know(self, name: str, proof: PartProof) -> None:
         """A part is proven: write its proof down where it cannot carry it, and count what it holds."""
-        if self.shape["format"] == "jsonl":
+        if self.shape["format"] != "parquet":
             standing = put_record(self._store, proof_name(name), proof.to_json())
             if standing.get("checksum") != proof.checksum:  # of a part that somebody deleted
                 self._store.replace(proof_name(name), runfolder.encode(proof.to_json()))
@@ -255,8 +282,12 @@ class Ledger:
                     f"delete the part or {index_name(file)}, whichever is wrong, and run again"
                 )
 
-    def finish(self, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Write _SUCCESS: only when every file is indexed and every part is there and proven. Returns what it says."""
+    def finish(self, extra: Mapping[str, Any], pulse: Callable[[], None] = lambda: None) -> dict[str, Any]:
+        """Write _SUCCESS: only when every file is indexed and every part is there and proven. Returns what it says.
+
+        What an OpenAI run has besides its parts is made first. That takes its time: `pulse` is called meanwhile, and
+        may raise what ends this start.
+        """
         expected = [(shard.file, shard.shard) for file in sorted(self._index) for shard in self._index[file]]
         format_ = self.shape["format"]
         there = {key for name in self._store.list(recursive=False) if (key := parse_part(name, format_)) is not None}
@@ -286,11 +317,32 @@ class Ledger:
             "counters": self._totals.to_json(),
             "parts": parts,
         }
+        if format_ == "openai":
+            self._publish([part_name(*key, format_) for key in expected], own, pulse)
         for name in self._store.list(TRIAL):  # the parts hold it all now
             self._store.delete(name)
         summary = put_record(self._store, SUCCESS, {**extra, **own})
         self._pieces.clear()
         return summary
+
+    def _publish(self, parts: Sequence[str], summary: Mapping[str, Any], pulse: Callable[[], None]) -> None:
+        from batchgen.io import answers
+
+        listed = read_record(self._store, INPUTS) or {"files": []}
+        created, completed = (
+            int(datetime.fromisoformat(summary[when]).timestamp()) for when in ("started", "finished")
+        )
+        answers.publish(
+            self._store,
+            parts,
+            self._totals,
+            digest=self._job.digest,
+            inputs=[file["path"] for file in listed["files"]],
+            created=created,
+            completed=completed,
+            pulse=pulse,
+        )
+        self._lease.check()
 
     # the slot
 
@@ -483,9 +535,10 @@ def overwrite(store: Store) -> None:
     if last and seems_alive(last):
         raise Interrupted(f"{store.url}: {who(last)} is at work on this run; end it first", reason="locked")
     job = read_record(store, JOB)
-    formats = PART_FORMATS if job is None else (job["shape"]["format"],)
+    formats = tuple(PART_FORMATS) if job is None else (job["shape"]["format"],)
     names = store.list()
     parts = [name for name in names if any(parse_part(name, part_format) for part_format in formats)]
+    copies = [name for name in names if name in COPIES and "openai" in formats]
     state = [name for name in names if name.startswith(STATE) and name != JOB]
-    for name in [SUCCESS, *parts, *state, JOB]:
+    for name in [SUCCESS, *copies, *parts, *state, JOB]:
         store.delete(name)

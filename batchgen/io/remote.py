@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any, BinaryIO, ClassVar, cast
 
@@ -24,6 +24,7 @@ from batchgen.errors import ConfigError
 from batchgen.io.storage import Entry, Opened, Powers, answer, bucket_missing, naming
 
 BLOCK_BYTES = 1 << 20  # read ahead of a remote file: streams well, and a sampled read costs little more
+UPLOAD_PART_BYTES = 16 << 20  # of a file too large for memory
 ONE_PUT_BYTES = 5 << 30  # S3's limit for one request
 PUT_SECONDS = 60.0  # what a write may take, retries inside the client included, beside the time for its bytes
 PUT_BYTES_PER_SECOND = 256 << 10
@@ -153,6 +154,22 @@ class RemoteDisk:
                 raise
             system.makedirs(path.rpartition("/")[0], exist_ok=True)
             system.pipe_file(path, data)
+
+    def replace_from(self, url: str, chunks: Iterable[bytes]) -> None:
+        """An upload in parts, which the store shows when it is closed; given up where it fails."""
+        system, path = self._at(url)
+        file = system.open(path, "wb", block_size=UPLOAD_PART_BYTES)
+        try:
+            for chunk in chunks:
+                file.write(chunk)
+            file.close()
+        except BaseException:
+            # a file that is merely left would be finished with what it holds so far
+            with contextlib.suppress(Exception):
+                file.discard()
+            with contextlib.suppress(AttributeError):
+                file.closed = True
+            raise
 
     def delete(self, url: str) -> None:
         system, path = self._fresh(url)
