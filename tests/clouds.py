@@ -84,6 +84,9 @@ class Google(_Handler):
 
     def do_POST(self) -> None:
         query, body = self.query, self.body()
+        if "/b/bucket/o" not in self.path:
+            self._json(404, {"error": {"code": 404, "message": "The specified bucket does not exist."}})
+            return
         if query["uploadType"] == "media":
             name, data = query["name"], body
         else:
@@ -142,8 +145,16 @@ class Azure(_Handler):
     def _facts(self, number: int) -> dict[str, str]:
         return {"ETag": f'"0x{number}"', "Last_Modified": WHEN, "x_ms_blob_type": "BlockBlob"}
 
+    def _no_container(self) -> bool:
+        if urlsplit(self.path).path.split("/")[2] == "bucket":
+            return False
+        self._error(404, "ContainerNotFound")
+        return True
+
     def do_PUT(self) -> None:
         data = self.body()
+        if self._no_container():
+            return
         seen = {key: self.headers[key] for key in ("If-None-Match", "If-Match") if self.headers[key]}
         version = int(seen["If-Match"].strip('"')[2:]) if "If-Match" in seen else None
         number = self.cloud.write(self._name(), data, new="If-None-Match" in seen, version=version, seen=seen)
@@ -158,6 +169,8 @@ class Azure(_Handler):
         self.do_GET()
 
     def do_GET(self) -> None:
+        if self._no_container():
+            return
         if self.query.get("comp") == "list":
             self._list()
             return

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 from clouds import Azure, CloudServer, Google
 
+from batchgen.errors import ConfigError
+from batchgen.io.remote import AzureDisk
 from batchgen.io.storage import ObjectMissing
 from batchgen.io.stores import Store
 from batchgen.runfolder import put_new
@@ -104,6 +106,28 @@ def test_a_server_that_ignores_conditions_is_found_out(cloud: Cloud) -> None:
     assert store.create("a", b"one") is True and store.create("a", b"two") is False
     assert not store.atomic_create and not store.can_compare
     assert store.read("a") == b"one"
+
+
+def test_a_missing_container_is_named(cloud: Cloud) -> None:
+    nowhere = Store(cloud.url.replace("bucket", "nowhere"), cloud.options)
+    for write in (nowhere.create, nowhere.replace):
+        with pytest.raises(ConfigError, match=r"nowhere/run.*there is no such bucket or container"):
+            write("a", b"")
+
+
+def test_an_azure_client_that_does_not_translate_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As adlfs before 2024.12."""
+    core = pytest.importorskip("azure.core.exceptions")
+    blob = pytest.importorskip("azure.storage.blob")
+    error = core.ResourceExistsError("The specified blob already exists.")
+    error.status_code, error.error_code = 409, blob.StorageErrorCode.BLOB_ALREADY_EXISTS
+    disk = AzureDisk("abfs://bucket/run", {"account_name": "account", "anon": True})
+
+    def refuses(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(disk._system, "pipe_file", refuses)
+    assert disk.create("abfs://bucket/run/a", b"") is False
 
 
 def test_a_large_part_is_conditional_too(cloud: Cloud) -> None:

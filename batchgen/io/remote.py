@@ -21,7 +21,7 @@ from datetime import datetime
 from typing import Any, BinaryIO, ClassVar, cast
 
 from batchgen.errors import ConfigError
-from batchgen.io.storage import Entry, Opened, Powers, answer, bucket_missing, naming
+from batchgen.io.storage import Entry, Opened, Powers, answer, bucket_missing, naming, no_bucket
 
 BLOCK_BYTES = 1 << 20  # read ahead of a remote file: streams well, and a sampled read costs little more
 UPLOAD_PART_BYTES = 16 << 20  # of a file too large for memory
@@ -261,7 +261,8 @@ def _time_for(data: bytes) -> float:
 
 def _refused(error: BaseException) -> bool:
     """The name is taken, or the version another one."""
-    return isinstance(error, FileExistsError) or answer(error)[1] == 412
+    code, status = answer(error)
+    return isinstance(error, FileExistsError) or status == 412 or code == "BlobAlreadyExists"  # older adlfs's
 
 
 def _absent(error: BaseException) -> bool:
@@ -278,6 +279,7 @@ class S3Disk(_ObjectStore):
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         super().__init__(url, options)
         self._system.retries = 1
+        self._system.max_concurrency = 1  # one object is one request: ranges could be of two versions
 
     def _put(self, path: str, data: bytes, **more: Any) -> None:
         super()._put(path, data, chunksize=ONE_PUT_BYTES // 2, **more)  # from twice that on, s3fs cuts
@@ -302,7 +304,10 @@ class GoogleDisk(_ObjectStore):
         return None if info is None else str(info["generation"])
 
     def _put(self, path: str, data: bytes, **more: Any) -> None:
-        super()._put(path, data, chunksize=ONE_PUT_BYTES, **more)
+        try:
+            super()._put(path, data, chunksize=ONE_PUT_BYTES, **more)
+        except FileNotFoundError as error:  # gcsfs does not say of what
+            raise no_bucket(f"gs://{path}") from error
 
     def _put_over(self, path: str, data: bytes, version: str) -> None:
         """gcsfs has no parameter for a generation; this is its upload of one request with the condition added."""
