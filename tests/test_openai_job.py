@@ -223,7 +223,7 @@ def test_overwrite_deletes_the_files_made_of_parts(tmp_path: Path, model_folder:
 
 
 def test_a_trial_makes_no_files_of_the_whole(tmp_path: Path, model_folder: Path) -> None:
-    start(job_of(tmp_path, write_batch(tmp_path)), FakeModel(model_folder), job.RunOptions(limit=10))
+    start(job_of(tmp_path, write_batch(tmp_path)), FakeModel(model_folder), job.RunOptions(limit=20))
     shown = [path.name for path in (tmp_path / "out").iterdir()]
     assert "output.jsonl" not in shown and "batch.json" not in shown and "part-00000-00000.jsonl" in shown
 
