@@ -25,7 +25,7 @@ from batchgen.lease import Heart
 from batchgen.ledger import Ledger
 from batchgen.loop import Loop, ModelLike, resolved_sampling
 from batchgen.metrics import Meter
-from batchgen.parts import Built, Parts
+from batchgen.partwriter import Built, PartWriter
 from batchgen.report import Progress, table
 from batchgen.runfolder import TRIAL
 from batchgen.spec import JobSpec, SamplingSpec
@@ -235,7 +235,7 @@ class _Start:
             progress = Progress(meter)
             stack.callback(progress.close)
             writer: Writer[Built] = stack.enter_context(Writer())
-            parts = Parts(spec, files, formats, fields, schema, book, model.tokenizer)
+            parts = PartWriter(spec, files, formats, fields, schema, book, model.tokenizer)
             dog = Watchdog(spec.errors.stall_timeout)
             if self._spot is not None and self._spot.notice is not None:  # loading a model is not worth its while
                 raise Interrupted(f"{self._spot.notice}; run the same command again, on another machine", "spot")
