@@ -263,7 +263,9 @@ def test_parts_of_an_unknown_run_are_nobodys(tmp_path: Path, model_folder: Path,
 def test_a_record_that_lost_its_keys_is_written_again(tmp_path: Path, model_folder: Path, name: str) -> None:
     a_job = job_of(tmp_path, write_rows(tmp_path, 40))
     with pytest.raises(Interrupted):
-        start(a_job, FakeModel(model_folder, FakeEngine(running=4)), job.RunOptions(max_output_tokens=200))
+        slow = FakeEngine(running=4, think=lambda: time.sleep(0.02))  # the feeder reads the file to its end meanwhile
+        start(a_job, FakeModel(model_folder, slow), job.RunOptions(max_output_tokens=400))
+    assert (tmp_path / "out/_batchgen" / name).exists()
     (tmp_path / "out/_batchgen" / name).write_text("{}")
     assert peek(Store(a_job.output.path)).state in ("stopped", "empty")
     assert start(a_job, FakeModel(model_folder))["rows"] == 40
