@@ -20,7 +20,7 @@ from inputs import put, put_table, zstd
 import batchgen
 from batchgen import job, spec
 from batchgen.errors import BatchgenError, ConfigError, DataError, NoInputError
-from batchgen.io.files import Store
+from batchgen.io.stores import Store
 from batchgen.ledger import read_success
 
 GOOD = b'{"id":"a","prompt":"x"}\n'

@@ -22,9 +22,10 @@ from inputs import chunks, put, put_table, ranges, rows, values, zstd
 from batchgen.errors import ConfigError, DataError, StorageError
 from batchgen.io import jsonline, lines, sources, streams
 from batchgen.io import rows as row_limits
-from batchgen.io.files import InputFile, Store, expand
+from batchgen.io.files import InputFile, expand
 from batchgen.io.partitions import partitions
 from batchgen.io.sources import Chunk, Row, content_proof, detect, read_shards, schema
+from batchgen.io.stores import Store
 from batchgen.types import ShardRange
 
 GOOD = b'{"id":"a","prompt":"x"}\n'

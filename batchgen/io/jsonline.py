@@ -21,6 +21,11 @@ JSON_KINDS = {
 }
 
 
+def utf8(text: str) -> str:
+    """Text that can be written: an error message may quote half a surrogate pair out of a bad row."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def parse(
     data: bytes, *, replace_unicode: bool = False, nan_as_null: bool = False
 ) -> tuple[dict[str, Any] | None, tuple[str, str] | None]:

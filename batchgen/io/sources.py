@@ -128,7 +128,7 @@ def check_where(
 
 def detect(file: InputFile, declared: str, storage_options: Mapping[str, Any]) -> str:
     """The file's format, a key of FORMATS: by its first bytes, then by its suffix. A `declared` format (other than
-    "auto") counts more than the suffix, but must agree with the bytes."""
+    "auto") counts more than the suffix, but must agree with the bytes. OpenAI requests are JSON Lines."""
     with Raw(file.path, storage_options) as raw:
         head = raw.read(SNIFF_BYTES)
     compression = compression_of(head)
@@ -137,7 +137,7 @@ def detect(file: InputFile, declared: str, storage_options: Mapping[str, Any]) -
             head = stream.read(SNIFF_BYTES)
     name = plain_name(file.path)
     by_name = next((kind for kind, format in FORMATS.items() if name.endswith(format.suffixes)), "auto")
-    wanted = by_name if declared == "auto" else declared
+    wanted = {"auto": by_name, "openai": "jsonl"}.get(declared, declared)
     inside = f" inside {compression}" if compression else ""
     if compression and compression_of(head):
         raise DataError(f"{file.path}: compressed twice; unpack it once")
@@ -166,7 +166,7 @@ def detect(file: InputFile, declared: str, storage_options: Mapping[str, Any]) -
         raise DataError(f"{file.path}: not {_a(title)} file: it {what}. Was it written to its end?")
     if wanted in ("csv", "text") and (declared != "auto" or not _is_json_object(head)):
         return wanted
-    _check_json(file.path, head, known=declared == "jsonl" or by_name == "jsonl")
+    _check_json(file.path, head, known="jsonl" in (wanted, by_name))
     return "jsonl"
 
 

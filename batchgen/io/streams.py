@@ -11,7 +11,8 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 from batchgen.errors import BatchgenError, DataError
-from batchgen.io.files import naming, open_input
+from batchgen.io.files import open_input
+from batchgen.io.storage import naming
 
 UNPACKED_BLOCK_BYTES = 16 << 10  # read at once where it is compressed: what a cut stream loses of its readable rows
 COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
