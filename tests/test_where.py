@@ -272,6 +272,14 @@ def test_bounds_that_are_not_known_keep_everything() -> None:
     assert Filter("a > 3").may_keep(lambda name: None)
     assert not Filter("a > 3").may_keep(lambda name: Bounds(0, 3, True))
     assert not Filter("a > 3").may_keep(lambda name: Bounds(None, None, True))
+    # a null lets `and` go on to what is an error; a value that is false does not
+    assert Filter("a > 3 and s < 1").may_keep(lambda name: Bounds(0, 3, True) if name == "a" else None)
+    assert not Filter("a > 3 and s < 1").may_keep(lambda name: Bounds(0, 3, False) if name == "a" else None)
+    assert Filter("f > 3 and s < 1").may_keep(lambda name: Bounds(0.0, 3.0, False) if name == "f" else None)  # NaN
+    known = {"a": Bounds(None, None, True), "b": Bounds(2, 2, False)}
+    assert not Filter("a == 1 and b == 2").may_keep(known.get)
+    assert not Filter("not (a == 1 or b == 3)").may_keep(known.get)
+    assert Filter("a == 1 or b == 2").may_keep(known.get)
     assert Filter("a > 3 or b == 1").may_keep(lambda name: Bounds(0, 3, True) if name == "a" else None)
 
 
