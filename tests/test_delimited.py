@@ -25,11 +25,12 @@ TEXT = pa.string()
 
 def test_values_are_text_as_it_is_written(tmp_path: Path) -> None:
     """A8: an id is not made a number; an empty value is null, a quoted one is not; a BOM is no part of a name."""
-    data = b'id,text,n\n007,"a ""q"", b",\n"72057594038135102","",1e5\n NA ,null,"\xc3\xa9"\n'
+    data = b'id,text,n\n007,"a ""q"", b",\n"72057594038135102","",1e5\n NA ,null,"\xc3\xa9"\n,,x\n'
     wanted = [
         {"id": "007", "text": 'a "q", b', "n": None},
         {"id": "72057594038135102", "text": "", "n": "1e5"},
         {"id": " NA ", "text": "null", "n": "é"},
+        {"id": None, "text": None, "n": "x"},
     ]
     for written in (data, b"\xef\xbb\xbf" + data, data.replace(b"\n", b"\r\n"), data[:-1], data + b"\n\r\n"):
         for name, packed in (("x.csv", written), ("x.csv.gz", gzip.compress(written)), ("x.csv.zst", zstd(written))):
