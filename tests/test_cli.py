@@ -118,6 +118,7 @@ def test_run_prints_the_summary_as_one_json_line(call: Any, jobs: Any, job: Path
         "overwrite": False,
         "max_runtime": None,
         "max_output_tokens": None,
+        "spot": None,
     }
 
 
@@ -125,6 +126,7 @@ def test_run_hands_its_options_on(call: Any, jobs: Any, job: Path) -> None:
     job.write_text(job.read_text() + "checkpoint: {interval: '${EVERY}'}\n")
     fake = jobs(dict)
     options = ["--limit", "5", "--overwrite", "--yes", "--max-runtime", "1h30m", "--max-output-tokens", "7"]
+    options += ["--spot", "auto"]
     assert call("run", job, *options, "--param", "EVERY=5m", "--set", "sampling.temperature=0.5").code == 0
     ((spec, options),) = fake.calls
     assert (spec.checkpoint.interval, spec.sampling.temperature) == (300.0, 0.5)
@@ -134,6 +136,7 @@ def test_run_hands_its_options_on(call: Any, jobs: Any, job: Path) -> None:
         "overwrite": True,
         "max_runtime": 5400.0,
         "max_output_tokens": 7,
+        "spot": "auto",
     }
 
 
