@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 from inputs import chunks, put, put_table, ranges, rows, values, zstd
 
 from batchgen.errors import ConfigError, DataError, StorageError
-from batchgen.io import jsonline, lines, sources, streams
+from batchgen.io import jsonline, lines, sources, storage
 from batchgen.io import rows as row_limits
 from batchgen.io.files import InputFile, expand
+from batchgen.io.localdisk import LocalDisk
 from batchgen.io.partitions import partitions
 from batchgen.io.sources import Chunk, Row, content_proof, detect, read_shards, schema
 from batchgen.io.stores import Store
@@ -823,6 +824,7 @@ def test_a_failing_disk_is_not_a_damaged_file(tmp_path: Path, monkeypatch: pytes
                 raise OSError(5, "Input/output error")
             return super().read(size)
 
-    monkeypatch.setattr(streams, "open_input", lambda path, options: Failing(path))
+    monkeypatch.setattr(storage.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(LocalDisk, "open", lambda self, path: storage.Opened(Failing(path), file.size, None))
     with pytest.raises(StorageError, match=r"x\..*Input/output error"):
         chunks(file)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import pyarrow as pa
 
 from batchgen.errors import DataError
+from batchgen.io.files import open_input
 from batchgen.io.rows import CHUNK_BYTES, CHUNK_ROWS, SHARD_ROWS, Chunk, Request
-from batchgen.io.streams import Raw, corrupt
+from batchgen.io.streams import corrupt
 from batchgen.io.tables import Rows
 from batchgen.types import ShardRange
 
@@ -34,7 +35,7 @@ class _Batch(NamedTuple):
 
 
 def schema(path: str, storage_options: Mapping[str, Any]) -> pa.Schema:
-    with Raw(path, storage_options) as raw, corrupt(path, lambda: 0):
+    with open_input(path, storage_options) as raw, corrupt(path, lambda: 0):
         return _open(raw)[0].schema
 
 
@@ -43,7 +44,7 @@ def read(request: Request) -> Iterator[Chunk]:
     shard_rows = request.shard_rows or SHARD_ROWS
     row = shard = first = 0  # the open shard and its first row
     finished = False
-    with Raw(request.path, request.storage_options) as raw, corrupt(request.path, lambda: row):
+    with open_input(request.path, request.storage_options) as raw, corrupt(request.path, lambda: row):
         names = _open(raw)[0].schema.names
         rows_of = Rows(request, names)
         for found in _batches(raw, file.size, request.path, names, rows_of.columns):
@@ -80,7 +81,7 @@ def read(request: Request) -> Iterator[Chunk]:
         yield Chunk(shard, [], None, True)
 
 
-def _open(raw: Raw, fields: Sequence[int] = ()) -> tuple[Any, bool]:
+def _open(raw: BinaryIO, fields: Sequence[int] = ()) -> tuple[Any, bool]:
     """Arrow's reader (of these fields, or of all), and if it is one of a stream."""
     raw.seek(0)
     is_file = raw.read(len(FILE_MAGIC)) == FILE_MAGIC
@@ -90,7 +91,7 @@ def _open(raw: Raw, fields: Sequence[int] = ()) -> tuple[Any, bool]:
     return opened(pa.PythonFile(raw, mode="r"), options=options), not is_file
 
 
-def _batches(raw: Raw, size: int, path: str, names: Sequence[str], columns: Sequence[str]) -> Iterator[_Batch]:
+def _batches(raw: BinaryIO, size: int, path: str, names: Sequence[str], columns: Sequence[str]) -> Iterator[_Batch]:
     # to read no column at all would mean all of them
     fields = sorted(names.index(name) for name in columns) or ([0] if names else [])
     reader, is_stream = _open(raw, fields)
@@ -132,7 +133,7 @@ def _batches(raw: Raw, size: int, path: str, names: Sequence[str], columns: Sequ
         yield _Batch(held.num_rows, True, lambda: shaped(held))
 
 
-def _check_end_of_stream(raw: Raw, size: int, path: str) -> None:
+def _check_end_of_stream(raw: BinaryIO, size: int, path: str) -> None:
     """Arrow takes the end of the bytes between two messages for the end of the stream, and reads nothing behind it."""
     end = raw.tell()
     raw.seek(max(0, end - len(END_OF_STREAM)))
@@ -163,7 +164,7 @@ def _check(batch: pa.RecordBatch) -> None:
 # are taken from the flatbuffers by hand.
 
 
-def _batch_lengths(raw: Raw, size: int) -> list[int]:
+def _batch_lengths(raw: BinaryIO, size: int) -> list[int]:
     try:
         raw.seek(size - 10)
         length = int.from_bytes(raw.read(4), "little")
@@ -179,7 +180,7 @@ def _batch_lengths(raw: Raw, size: int) -> list[int]:
         raise pa.ArrowInvalid(f"its list of record batches cannot be read: {error}") from error
 
 
-def _batch_length(raw: Raw, offset: int, meta_length: int) -> int:
+def _batch_length(raw: BinaryIO, offset: int, meta_length: int) -> int:
     raw.seek(offset)
     message = raw.read(meta_length)
     message = message[8 if message.startswith(STREAM_MAGIC) else 4 :]  # what stands before it is its length

@@ -7,8 +7,9 @@ from typing import Any
 
 import pyarrow as pa
 
+from batchgen.io.files import open_input
 from batchgen.io.rows import CHUNK_BYTES, CHUNK_ROWS, Chunk, Request, Row
-from batchgen.io.streams import Raw, Stream, corrupt
+from batchgen.io.streams import Stream, corrupt
 from batchgen.types import RowError, ShardRange
 
 BLOCK_BYTES = 256 << 10  # read at once from a file that is not compressed
@@ -76,7 +77,7 @@ class LineNumbers:
     def absolute(self, number: int) -> int:
         """`number` counts from the last jump, the result from the begin of the file, both from 1."""
         if self._counted_to < self._start:
-            with Raw(self._path, self._storage_options) as raw:
+            with open_input(self._path, self._storage_options) as raw:
                 raw.seek(self._counted_to)
                 while self._counted_to < self._start:
                     block = raw.read(min(BLOCK_BYTES, self._start - self._counted_to))

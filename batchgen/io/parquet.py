@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.errors import DataError
+from batchgen.io.files import open_input
 from batchgen.io.rows import CHUNK_BYTES, CHUNK_ROWS, Chunk, Request
-from batchgen.io.streams import Raw, corrupt
+from batchgen.io.streams import corrupt
 from batchgen.io.tables import Rows
 from batchgen.types import ShardRange
 from batchgen.where import Bounds
@@ -21,11 +22,11 @@ PAGE_BUFFER_BYTES = 1 << 20  # with a buffer a column chunk is read page by page
 
 
 def schema(path: str, storage_options: Mapping[str, Any]) -> pa.Schema:
-    with Raw(path, storage_options) as raw, corrupt(path, lambda: 0):
+    with open_input(path, storage_options) as raw, corrupt(path, lambda: 0):
         return _open(raw).schema_arrow
 
 
-def footer_range(raw: Raw, size: int) -> tuple[int, int] | None:
+def footer_range(raw: BinaryIO, size: int) -> tuple[int, int] | None:
     """Where the footer of a file lies, if it has one."""
     if size < 12 or raw.read(4) != MAGIC:
         return None
@@ -39,7 +40,7 @@ def read(request: Request) -> Iterator[Chunk]:
     done = request.done
     row = 0
     finished = False
-    with Raw(request.path, request.storage_options) as raw, corrupt(request.path, lambda: row):
+    with open_input(request.path, request.storage_options) as raw, corrupt(request.path, lambda: row):
         parquet = _open(raw)
         metadata = parquet.metadata
         rows_of = Rows(request, parquet.schema_arrow.names)
@@ -93,7 +94,7 @@ def read(request: Request) -> Iterator[Chunk]:
         yield Chunk(len(shards), [], None, True)
 
 
-def _open(raw: Raw) -> pq.ParquetFile:
+def _open(raw: BinaryIO) -> pq.ParquetFile:
     return pq.ParquetFile(pa.PythonFile(raw, mode="r"), pre_buffer=False, buffer_size=PAGE_BUFFER_BYTES)
 
 

@@ -11,17 +11,17 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 
 from batchgen.errors import ConfigError, DataError
 from batchgen.io import arrow, delimited, jsonl, jsonline, parquet, text
-from batchgen.io.files import InputFile
+from batchgen.io.files import InputFile, open_input
 from batchgen.io.lines import SPACE, UTF8_BOM
 from batchgen.io.partitions import partitions
 from batchgen.io.rows import Chunk, NotText, Request, Row
-from batchgen.io.streams import Raw, Stream, compression_of, corrupt, plain_name
+from batchgen.io.streams import Stream, compression_of, corrupt, plain_name
 from batchgen.io.tables import with_folders
 from batchgen.types import ShardRange
 from batchgen.where import Filter
@@ -129,7 +129,7 @@ def check_where(
 def detect(file: InputFile, declared: str, storage_options: Mapping[str, Any]) -> str:
     """The file's format, a key of FORMATS: by its first bytes, then by its suffix. A `declared` format (other than
     "auto") counts more than the suffix, but must agree with the bytes. OpenAI requests are JSON Lines."""
-    with Raw(file.path, storage_options) as raw:
+    with open_input(file.path, storage_options) as raw:
         head = raw.read(SNIFF_BYTES)
     compression = compression_of(head)
     if compression:
@@ -216,7 +216,7 @@ def content_proof(file: InputFile, storage_options: Mapping[str, Any]) -> str:
     """A hash that a changed file does not keep: of Parquet its footer, of others all bytes of a small file, the head,
     the tail and samples between of a large one. Always its size too."""
     digest = hashlib.sha256(str(file.size).encode())
-    with Raw(file.path, storage_options) as raw:
+    with open_input(file.path, storage_options) as raw:
         for start, end in _proof_ranges(raw, file.size):
             raw.seek(start)
             for block_start in range(start, end, PROOF_BLOCK_BYTES):
@@ -224,7 +224,7 @@ def content_proof(file: InputFile, storage_options: Mapping[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def _proof_ranges(raw: Raw, size: int) -> list[tuple[int, int]]:
+def _proof_ranges(raw: BinaryIO, size: int) -> list[tuple[int, int]]:
     footer = parquet.footer_range(raw, size)
     if footer is not None:
         return [footer]

@@ -3,51 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, BinaryIO
+from typing import Any
 
 import pyarrow as pa
 
 from batchgen.errors import BatchgenError, DataError
 from batchgen.io.files import open_input
-from batchgen.io.storage import naming
 
 UNPACKED_BLOCK_BYTES = 16 << 10  # read at once where it is compressed: what a cut stream loses of its readable rows
 COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 COMPRESSED_SUFFIXES = (".gz", ".gzip", ".zst", ".zstd")
 ZSTD_SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")  # a frame without content, which some writers put first
-
-
-class Raw(io.RawIOBase):
-    """An opened input file whose failures are ours and name it, so that Arrow's own errors mean bad content."""
-
-    def __init__(self, path: str, storage_options: Mapping[str, Any]) -> None:
-        self._path = path
-        self._file: BinaryIO = open_input(path, storage_options)
-
-    def read(self, size: int = -1) -> bytes:
-        with naming(self._path):
-            return self._file.read(size)
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        with naming(self._path):
-            return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        if not self.closed:
-            self._file.close()
-        super().close()
 
 
 def compression_of(head: bytes) -> str | None:
@@ -68,7 +36,7 @@ class Stream:
     """A file's bytes from the beginning, decompressed where they are compressed."""
 
     def __init__(self, path: str, storage_options: Mapping[str, Any]) -> None:
-        self._raw = Raw(path, storage_options)
+        self._raw = open_input(path, storage_options)
         self.compression = compression_of(self._raw.read(8))
         self._raw.seek(0)
         self._source: Any = self._raw
