@@ -417,7 +417,7 @@ class ErrorsSpec(Section):
     retries: kinds.Natural = Field(
         default=5,
         description="More tries for a read or write of the output store that fails in a way that may pass; with "
-        "growing pauses, within a minute. (Reads of the input are always tried five times more.)",
+        "growing pauses, within a minute; reads of the input are always tried five times more.",
     )
     stall_timeout: kinds.Duration | None = Field(
         default=900.0,
