@@ -19,13 +19,13 @@ import scripted_job
 from scripted_job import Job, Witness, arguments, shards
 
 from batchgen import lease as leases
-from batchgen import pieces
+from batchgen import parts, pieces
 from batchgen.errors import ConfigError, Interrupted, StorageError
 from batchgen.io.files import Store
 from batchgen.io.sinks import ShardResults, build_part, result_schema
 from batchgen.ledger import Ledger, check_same, overwrite, peek, read_job, read_success
-from batchgen.runfolder import INPUTS, JOB, SUCCESS, encode, lease_name, part_name, piece_folder, proof_name, put_new
-from batchgen.types import Completion, InFlight, RowError, RowKey
+from batchgen.runfolder import INPUTS, JOB, PROOFS, SUCCESS, encode, lease_name, part_name, piece_folder, put_new
+from batchgen.types import Completion, InFlight, RowError, RowKey, ShardRange
 
 ROOT = Path(__file__).parent.parent
 
@@ -187,10 +187,10 @@ def test_kill_minus_nine_again_and_again(tmp_path):
     command = [sys.executable, scripted_job.__file__, store.url, part_format, "0.1"]
     while not store.exists(SUCCESS):
         starts += 1
-        assert starts < 40
+        assert starts < 100
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
             assert process.stdout is not None and process.stdout.readline() == "ready\n"
-            time.sleep(chance.uniform(0.02, 0.2))
+            time.sleep(chance.uniform(0.05, 0.3))
             process.send_signal(signal.SIGKILL)
         witness.look(store)
     assert starts > 1
@@ -575,7 +575,7 @@ def test_a_sample_begun_anew_replaces_what_was_stored(memory):
 def test_pieces_of_another_run_are_left_alone(memory, caplog):
     begun(memory)
     name = f"{piece_folder(0)}000001-000001.arrow"
-    memory.create(name, pieces.encode([pieces._Entry((0, 0, 0), 0, ids(5), None)], "other digest"))
+    memory.create(name, pieces.encode([pieces._Entry((0, 0, 0), 0, 0, ids(5))], "other digest"))
     assert taken(memory, 0) is None
     assert "belongs to another run" in caplog.text and memory.exists(name)
 
@@ -614,11 +614,12 @@ def test_a_piece_goes_when_all_its_rows_are_in_parts(memory):
     ledger.record(done(2, 3))  # in no piece yet when its part is committed
     assert len(memory.list(piece_folder(0))) == 2
     commit(ledger, first)
-    assert len(memory.list(piece_folder(0))) == 1 and ledger.pending_bytes == 0
-    assert not ledger.checkpoint([flying(4, 5)])
+    assert ledger.pending_bytes == 0 and not ledger.checkpoint([flying(4, 5)])
+    assert len(memory.list(piece_folder(0))) == 1
     assert taken(memory, 1) is None and taken(memory, 4) == (False, [5])
     ledger = start(memory)
     commit(ledger, second)
+    ledger.checkpoint([])
     assert memory.list(piece_folder(0)) == []
 
 
@@ -686,27 +687,39 @@ def test_files_that_only_look_like_parts_are_not_parts(memory):
     assert start(memory).done == {}
 
 
-@pytest.mark.parametrize("proof", [None, b"{", b'{"size": 1}'])
-def test_a_jsonl_part_without_a_proof_is_done_and_counted_when_its_rows_are_known(memory, proof, caplog):
+def proofs_of(store):
+    """What the records say of JSONL parts, by the parts' places."""
+    return parts.read_recorded(store, read_job(store)["digest"]).proofs
+
+
+@pytest.mark.parametrize("proofs", [None, b"{", b'{"digest": "x"}', {"proofs": [{"size": 1}]}, {"digest": "other"}])
+def test_a_jsonl_part_without_a_proof_is_done_and_counted_when_its_rows_are_known(memory, proofs, caplog):
     shard = shards(0)[0]
     ledger = start(memory, part_format="jsonl")
     commit(ledger, shard, "jsonl")
     ledger.checkpoint([flying(1, 1)])  # cannot be told from an open row until the part's rows are known
-    totals, name = ledger.totals(), proof_name(part_name(0, 0, "jsonl"))
-    whole = memory.read(name)
-    memory.delete(name)
-    if proof is not None:
-        memory.create(name, proof)
+    totals = ledger.totals()
+    ledger.close()
+    (name,), whole = memory.list(PROOFS), proofs_of(memory)
+    if proofs is None:
+        memory.delete(name)
+    elif isinstance(proofs, bytes):
+        memory.replace(name, proofs)
+    else:
+        memory.replace(name, encode(json.loads(memory.read(name)) | proofs))
     again = start(memory, part_format="jsonl")
     assert again.done == {0: {0: None}} and again.totals().rows == 0
-    assert ("damaged" in caplog.text) == (proof is not None)
+    assert ("damaged" in caplog.text) == (proofs is not None and proofs != {"digest": "other"})
     assert peek(memory).shards_done == 1 and peek(memory).rows_done == 0
     again.commit_index(0, shards(0))
     assert again.done == {0: {0: shard}} and again.totals() == totals
-    assert json.loads(memory.read(name))["checksum"] == json.loads(whole)["checksum"]
+    again.checkpoint([])
     assert memory.list(piece_folder(0)) == []
-    memory.delete(name)  # with the index there, the next start knows the rows at once
-    assert start(memory, part_format="jsonl").done == {0: {0: shard}} and memory.exists(name)
+    again.close()
+    assert proofs_of(memory)[0, 0].checksum == whole[0, 0].checksum
+    for name in memory.list(PROOFS):
+        memory.delete(name)  # with the index there, the next start knows the rows at once
+    assert start(memory, part_format="jsonl").done == {0: {0: shard}}
 
 
 def test_a_file_that_changed_between_two_readings_is_refused(memory):
@@ -737,7 +750,7 @@ def test_no_success_before_everything_is_there(memory):
     with pytest.raises(StorageError, match=r"parts missing \['part-00001-00000"):
         ledger.finish({})
     memory.create(part, data)
-    memory.create(part_name(1, 1, "parquet"), data)
+    commit(ledger, ShardRange(1, 1, 2, 1, 20, 30))
     with pytest.raises(StorageError, match=r"parts that no input has \['part-00001-00001"):
         ledger.finish({})
     memory.delete(part_name(1, 1, "parquet"))
