@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchgen import runfolder
 from batchgen.errors import BatchgenError, ConfigError, Interrupted, PermissionDenied, StorageError
-from batchgen.io.files import Store
+from batchgen.io.files import ObjectMissing, Store
 from batchgen.jobrecord import JobRecord, arrange, check_same, establish, extend_inputs, last_list, read_job
 from batchgen.lease import DEAD_AFTER_SECONDS, Heart, Lease, Watch, now, slots
 from batchgen.parts import (
@@ -90,8 +90,8 @@ class Written:
 class Ledger:
     """A run folder opened by the worker that holds a slot of it. Made by `Ledger.open`.
 
-    One thread uses it. Beside that, other threads may call `heartbeat`, `write_part` and `read_back`, which change
-    nothing in it.
+    One thread uses it. Beside that, other threads may call `heartbeat`, `write_part`, `standing` and `read_back`,
+    which change nothing in it.
     """
 
     def __init__(
@@ -273,9 +273,14 @@ class Ledger:
     def read_back(self, shard: ShardRange, names: Sequence[str]) -> dict[tuple[int, int], Completion]:
         """The finished samples of an open shard that are in the pieces `names`, by row and sample.
 
-        Any thread may call it. StorageError where a piece is gone or damaged: the next start computes its rows anew.
+        Any thread may call it. StorageError where a piece is gone or damaged: the next start computes its rows anew,
+        unless the shard is `standing` already.
         """
-        return self._pieces.read_back(shard, names)
+        try:
+            return self._pieces.read_back(shard, names)
+        except StorageError:
+            self._lease.check()
+            raise
 
     # parts
 
@@ -297,6 +302,15 @@ class Ledger:
             proof = self._prove(name, self._store.read(name), shard)
             logger.warning("%s was committed by another worker; it stands", self._store.path(name))
         return Written(proof, ours)
+
+    def standing(self, shard: ShardRange) -> Written | None:
+        """The shard's part, where one stands already. A worker of another slot that took this one for dead has
+        committed it, and deleted the pieces that nobody needed after it. Any thread may call it."""
+        name = part_name(shard.file, shard.shard, self.shape["format"])
+        try:
+            return Written(self._prove(name, self._store.read(name), shard), ours=False)
+        except ObjectMissing:
+            return None
 
     def acknowledge(self, written: Written) -> bool:
         """Count a part that stands, and forget its rows; touches no store. True where it is ours."""

@@ -16,6 +16,7 @@ import fsspec
 import numpy as np
 import pytest
 import scripted_job
+from faulty import FAULTS, Died, FaultyStore, fails_after, fails_before, goes_away
 from scripted_job import Job, Witness, arguments, shards
 
 from batchgen import lease as leases
@@ -44,76 +45,6 @@ def fresh_memory():
 @pytest.fixture(autouse=True)
 def every_heartbeat(monkeypatch):
     monkeypatch.setattr(leases, "HEARTBEAT_SECONDS", 0.0)
-
-
-class Died(BaseException):
-    """The process's death, for a test that stays in one process."""
-
-
-class FaultyStore(Store):
-    """A Store whose `at`-th operation of the kinds in `kinds` meets `fault`, which is given the operation."""
-
-    def __init__(self, url, at, fault, kinds):
-        super().__init__(url)
-        self.at, self.fault, self.kinds, self.count = at, fault, kinds, 0
-        self.job = None
-
-    def _meet(self, kind, operation):
-        if kind not in self.kinds:
-            return operation()
-        self.count += 1
-        return self.fault(self, operation) if self.count == self.at else operation()
-
-    def create(self, name, data):
-        return self._meet("write", lambda: super(FaultyStore, self).create(name, data))
-
-    def replace(self, name, data):
-        return self._meet("write", lambda: super(FaultyStore, self).replace(name, data))
-
-    def delete(self, name):
-        return self._meet("write", lambda: super(FaultyStore, self).delete(name))
-
-    def read(self, name):
-        return self._meet("read", lambda: super(FaultyStore, self).read(name))
-
-    def open(self, name):
-        return self._meet("read", lambda: super(FaultyStore, self).open(name))
-
-    def list(self, prefix=""):
-        return self._meet("read", lambda: super(FaultyStore, self).list(prefix))
-
-
-def dies_before(store, operation):
-    raise Died
-
-
-def dies_after(store, operation):
-    operation()
-    raise Died
-
-
-def fails_before(store, operation):
-    raise StorageError("the store is away")
-
-
-def fails_after(store, operation):
-    operation()
-    raise StorageError("timeout: nobody knows whether it was done")
-
-
-def goes_away(store, operation):
-    store.at += 1  # and the next one fails too
-    raise StorageError("the store is away for good")
-
-
-FAULTS = {
-    "dies before a write": (dies_before, ("write",)),
-    "dies after a write": (dies_after, ("write",)),
-    "write fails": (fails_before, ("write",)),
-    "write is done but not acknowledged": (fails_after, ("write",)),
-    "read fails": (fails_before, ("read",)),
-    "store goes away": (goes_away, ("write", "read")),
-}
 
 
 @pytest.mark.parametrize("part_format", ["parquet", "jsonl"])
@@ -151,40 +82,12 @@ def test_many_faults_one_after_another(memory, seed):
     witness.look(memory)
 
 
-@pytest.mark.parametrize("part_format", ["parquet", "jsonl"])
-def test_a_worker_that_stood_still_is_fenced_wherever_it_stopped(part_format):
-    """SIGSTOP at the n-th operation, a second worker runs the whole job, SIGCONT."""
-    fenced = 0
-    for at in range(1, 1000):
-        witness = Witness(part_format)
-
-        def stands_still(store, operation, witness=witness):
-            store.job.zombie = True
-            other = Store(store.url)
-            Job(other, witness).run()
-            witness.look(other)
-            return operation()
-
-        store = FaultyStore(fresh_memory().url, at, stands_still, ("write", "read"))
-        store.job = Job(store, witness)
-        try:
-            store.job.run()
-        except Interrupted as error:
-            assert error.reason == "fenced" and "taken over by process" in str(error)
-            fenced += 1
-        witness.look(Store(store.url))
-        assert peek(Store(store.url)).state == "finished"
-        if store.count < at:
-            assert fenced > 20
-            return
-
-
 def test_kill_minus_nine_again_and_again(tmp_path):
     part_format = "jsonl"  # the one with more places to be killed at
     witness, chance, starts = Witness(part_format), random.Random(0), 0
     store = Store(str(tmp_path / "run"))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    command = [sys.executable, scripted_job.__file__, store.url, part_format, "0.1"]
+    command = [sys.executable, scripted_job.__file__, store.url, part_format, "0.1", "0", "0"]
     while not store.exists(SUCCESS):
         starts += 1
         assert starts < 100
