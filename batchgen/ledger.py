@@ -37,6 +37,7 @@ from batchgen.parts import (
     Parts,
     Recorded,
     index_record,
+    indexed_shards,
     list_parts,
     prove_part,
     read_index,
@@ -356,9 +357,10 @@ class Ledger:
         record, name = index_record(self._job.digest, file, shards), index_name(file)
         self._lease.check()
         standing = put_record(self._store, name, record)
-        if standing["digest"] != self._job.digest:  # of a run that was deleted, by a worker that had not noticed
+        known = indexed_shards(standing, self._job.digest)
+        if known is None:  # damaged; or of a run that was deleted, by a worker that had not noticed
             self._store.replace(name, runfolder.encode(record))
-        elif standing["shards"] != record["shards"]:
+        elif known != list(shards):
             raise ConfigError(
                 f"{self._store.path(name)}: input file number {file} had {standing['rows']} rows in "
                 f"{len(standing['shards'])} shards when it was first read to its end, and has {record['rows']} rows in "

@@ -17,6 +17,7 @@ from batchgen.runfolder import (
     Counters,
     PartProof,
     encode,
+    index_name,
     parse_part,
     proofs_name,
     put_new,
@@ -171,16 +172,25 @@ def index_record(digest: str, file: int, shards: Sequence[ShardRange]) -> dict[s
     return {"digest": digest, "file": file, "rows": rows, "columns": _COLUMNS, "shards": table}
 
 
+def indexed_shards(record: Mapping[str, Any], digest: str) -> list[ShardRange] | None:
+    """The shards that a file's record tells; None where it is another run's, or damaged."""
+    file = record["file"]
+    if record["digest"] != digest:
+        return None
+    try:
+        return [ShardRange(file, shard, *map(int, row)) for shard, row in enumerate(record["shards"])]
+    except (TypeError, ValueError):
+        logger.warning("%s is damaged; its file is read again", index_name(file))
+        return None
+
+
 def read_index(store: Store, digest: str) -> dict[int, list[ShardRange]]:
-    """The shards of every file that has been read to its end. A file whose record is damaged is read again."""
+    """The shards of every file that has been read to its end."""
     names = store.list(INDEX)
     found = {}
     for name, record in zip(names, _at_once(lambda name: read_record(store, name), names), strict=True):
-        if record is None or record["digest"] != digest:
-            continue
-        file = record["file"]
-        try:
-            found[file] = [ShardRange(file, shard, *map(int, row)) for shard, row in enumerate(record["shards"])]
-        except (TypeError, ValueError):
-            logger.warning("%s is damaged; its file is read again", store.path(name))
+        if record is not None and name == index_name(record["file"]):
+            shards = indexed_shards(record, digest)
+            if shards is not None:
+                found[record["file"]] = shards
     return found

@@ -20,13 +20,13 @@ from faulty import FAULTS, Died, FaultyStore, fails_after, fails_before, goes_aw
 from scripted_job import Job, Witness, arguments, shards
 
 from batchgen import lease as leases
-from batchgen import parts, pieces
+from batchgen import parts
 from batchgen.errors import ConfigError, Interrupted, StorageError
 from batchgen.io.files import Store
 from batchgen.io.sinks import ShardResults, build_part, result_schema
 from batchgen.ledger import Ledger, check_same, overwrite, peek, read_job, read_success
 from batchgen.runfolder import INPUTS, JOB, PROOFS, SUCCESS, encode, lease_name, part_name, piece_folder, put_new
-from batchgen.types import Completion, InFlight, RowError, RowKey, ShardRange
+from batchgen.types import Completion, InFlight, RowKey, ShardRange
 
 ROOT = Path(__file__).parent.parent
 
@@ -87,7 +87,7 @@ def test_kill_minus_nine_again_and_again(tmp_path):
     witness, chance, starts = Witness(part_format), random.Random(0), 0
     store = Store(str(tmp_path / "run"))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    command = [sys.executable, scripted_job.__file__, store.url, part_format, "0.1", "0", "0"]
+    command = [sys.executable, scripted_job.__file__, store.url, part_format, "0.05", "0", "0"]
     while not store.exists(SUCCESS):
         starts += 1
         assert starts < 100
@@ -386,7 +386,7 @@ def test_heartbeats_are_rare(memory, monkeypatch):
     assert store.count == count
 
 
-# -- pieces ------------------------------------------------------------------------------------------------------------
+# -- parts and the end -------------------------------------------------------------------------------------------------
 
 
 def ids(*numbers):
@@ -397,106 +397,6 @@ def flying(row, *numbers, sample=0):
     return InFlight(RowKey(0, row), sample, ids(*numbers))
 
 
-def done(row, *numbers, **other):
-    return Completion(RowKey(0, row), 0, ids(*numbers), "stop", other.get("stop"), 9, other.get("error"))
-
-
-def taken(store, row, sample=0):
-    """What a new start gets of this row."""
-    ledger = start(store)
-    got = ledger.take(RowKey(0, row), sample)
-    assert ledger.take(RowKey(0, row), sample) is None
-    ledger.close()
-    return None if got is None else (isinstance(got, Completion), got.token_ids.tolist())
-
-
-def test_finished_samples_come_back_whole(memory):
-    ledger = start(memory)
-    error = RowError("internal", "half a pair \ud83d")
-    saved = [done(0, 1, 2), done(1, 3, stop="END"), done(2, stop=np.int32(50)), done(3, error=error)]
-    for completion in saved:
-        ledger.record(completion)
-    assert ledger.pending_bytes > 0
-    assert ledger.checkpoint([]) and ledger.pending_bytes == 0 and not ledger.checkpoint([])
-    again = start(memory)
-    for completion in saved:
-        got = again.take(completion.key, 0)
-        assert isinstance(got, Completion) and got.token_ids.dtype == np.int32
-        assert got.token_ids.tolist() == completion.token_ids.tolist()
-        assert (got.key, got.sample, got.prompt_tokens) == (completion.key, 0, 9)
-        assert got.stop_reason == completion.stop_reason and type(got.stop_reason) in {type(None), str, int}
-    assert got.error == RowError("internal", "half a pair \\ud83d")
-
-
-def test_tokens_in_flight_are_stored_once_each_and_chained_over_starts(memory):
-    ledger = start(memory)
-    assert ledger.checkpoint([flying(0, 1, 2), flying(0, 7, sample=1), flying(1)])
-    assert not ledger.checkpoint([flying(0, 1, 2), flying(0, 7, sample=1)])
-    ledger.checkpoint([flying(0, 1, 2, 3)])
-    names = memory.list(piece_folder(0))
-    rows = [pieces.decode(memory.read(name), read_job(memory)["digest"]).to_pylist() for name in names]
-    assert [(row["start"], row["token_ids"]) for row in rows[0]] == [(0, [1, 2]), (0, [7])]
-    assert [(row["start"], row["token_ids"]) for row in rows[1]] == [(2, [3])]
-    again = start(memory)
-    again.checkpoint([flying(0, 1, 2, 3, 4)])
-    again.checkpoint([flying(0, 1, 2, 3, 4, 5)])
-    names = memory.list(piece_folder(0))
-    rows += [pieces.decode(memory.read(name), read_job(memory)["digest"]).to_pylist() for name in names[2:]]
-    assert [(row["start"], row["token_ids"]) for row in rows[2] + rows[3]] == [(3, [4]), (4, [5])]
-    assert taken(memory, 0) == (False, [1, 2, 3, 4, 5])
-    assert taken(memory, 0, sample=1) == (False, [7])
-    assert taken(memory, 1) is None
-
-
-def test_a_lost_piece_cuts_the_chain_and_mixes_nothing_up(memory, caplog):
-    ledger = start(memory)
-    for count in (2, 4, 6):
-        ledger.checkpoint([flying(0, *range(count))])
-    middle = memory.list(piece_folder(0))[1]
-    whole = memory.read(middle)
-    for damage in (b"", whole[:20], whole[:-1], whole[:100] + b"\xff" + whole[101:]):
-        memory.replace(middle, damage)
-        assert taken(memory, 0) == (False, [0, 1])
-        assert f"{middle} is left out" in caplog.text
-    again = start(memory)
-    again.take(RowKey(0, 0), 0)
-    again.checkpoint([flying(0, 0, 1, 90, 91, 92)])
-    memory.replace(middle, whole)  # readable again: the later start's chain counts
-    assert taken(memory, 0) == (False, [0, 1, 90, 91, 92])
-
-
-def test_a_sample_begun_anew_replaces_what_was_stored(memory):
-    ledger = start(memory)
-    ledger.checkpoint([flying(0, 1, 2, 3)])
-    ledger.checkpoint([flying(0, 9)])
-    assert taken(memory, 0) == (False, [1, 2, 3])
-    ledger = start(memory)
-    ledger.checkpoint([flying(0, 9, 8, 7, 6)])
-    assert taken(memory, 0) == (False, [9, 8, 7, 6])
-
-
-def test_pieces_of_another_run_are_left_alone(memory, caplog):
-    begun(memory)
-    name = f"{piece_folder(0)}000001-000001.arrow"
-    memory.create(name, pieces.encode([pieces._Entry((0, 0, 0), 0, 0, ids(5))], "other digest"))
-    assert taken(memory, 0) is None
-    assert "belongs to another run" in caplog.text and memory.exists(name)
-
-
-def test_large_checkpoints_are_split(memory, monkeypatch):
-    monkeypatch.setattr(pieces, "MAX_PIECE_BYTES", 1000)
-    ledger = start(memory)
-    for row in range(40):
-        ledger.record(done(row, *range(10)))
-    ledger.record(done(40, *range(2000)))
-    ledger.checkpoint([flying(41, *range(10))])
-    names = memory.list(piece_folder(0))
-    assert len(names) == 5 + 1 + 1  # nine small rows a piece, the large one alone, the rest
-    counts = [pieces.decode(memory.read(name), read_job(memory)["digest"]).num_rows for name in names]
-    assert sum(counts) == 42 and max(counts) <= 1000 // 104 + 1
-    assert [taken(memory, row) for row in (0, 39, 41)] == [(True, [*range(10)])] * 2 + [(False, [*range(10)])]
-
-
 def commit(ledger, shard, part_format="parquet", text="t", results=None):
     rows = range(shard.first_row, shard.first_row + shard.num_rows)
     completions = [Completion(RowKey(shard.file, row), 0, ids(row), "stop", None, 2) for row in rows]
@@ -505,38 +405,6 @@ def commit(ledger, shard, part_format="parquet", text="t", results=None):
     metadata = ledger.part_metadata(shard, made.counters())
     data = build_part(part_format, schema, made, metadata)
     return ledger.commit_part(shard, data, made.counters())
-
-
-def test_a_piece_goes_when_all_its_rows_are_in_parts(memory):
-    first, second = shards(0)
-    ledger = start(memory)
-    ledger.record(done(0, 1))
-    ledger.checkpoint([flying(1, 1)])
-    ledger.record(done(1, 1, 2))
-    ledger.checkpoint([flying(4, 5)])
-    ledger.record(done(2, 3))  # in no piece yet when its part is committed
-    assert len(memory.list(piece_folder(0))) == 2
-    commit(ledger, first)
-    assert ledger.pending_bytes == 0 and not ledger.checkpoint([flying(4, 5)])
-    assert len(memory.list(piece_folder(0))) == 1
-    assert taken(memory, 1) is None and taken(memory, 4) == (False, [5])
-    ledger = start(memory)
-    commit(ledger, second)
-    ledger.checkpoint([])
-    assert memory.list(piece_folder(0)) == []
-
-
-def test_pieces_left_by_a_crash_after_a_commit_go_at_the_next_start(memory):
-    ledger = start(memory)
-    ledger.checkpoint([flying(1, 1)])
-    (name,) = memory.list(piece_folder(0))
-    piece = memory.read(name)
-    commit(ledger, shards(0)[0])
-    memory.create(name, piece)
-    assert taken(memory, 1) is None and not memory.exists(name)
-
-
-# -- parts and the end -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("part_format", ["parquet", "jsonl"])
