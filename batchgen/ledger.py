@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ from batchgen.parts import (
     index_record,
     indexed_shards,
     list_parts,
+    proofs_record,
     prove_part,
     read_index,
     read_parts,
@@ -65,7 +67,7 @@ if TYPE_CHECKING:  # pyarrow is slow to import, and `status` of a finished run d
 
 logger = logging.getLogger(__name__)
 
-PROOFS_AT_ONCE = 32  # in one record; a part without a proof is read and counted by the next start
+MANY_PROOFS = 512  # that pieces carry, until they get a record of their own
 
 __all__ = [
     "Ledger",
@@ -108,6 +110,7 @@ class Ledger:
         self._store, self._slot, self._job, self._lease, self._pieces = store, slot, job, lease, pieces
         self._parts, self._recorded = parts, recorded
         self._unrecorded: list[PartProof] = []  # proofs of JSONL parts that are in no record yet
+        self._num_noted = 0  # how many of them pieces of this start carry
         self._index: dict[int, list[ShardRange]] = {}
         self._totals = Counters()
         for proof in parts.values():
@@ -181,23 +184,24 @@ class Ledger:
         from batchgen.pieces import Pieces
 
         part_format = job.shape["format"]
-        recorded = read_recorded(store, job.digest)  # before parts are listed: what is recorded must be among them
+        pieces = Pieces(store, slot, lease.epoch, lease.attempt, job.digest)
+        # proofs before parts are listed: what is proven must be among them
+        recorded = read_recorded(store, job.digest, pieces.read(dead_slots))
         names = list_parts(store, part_format)
         parts = read_parts(store, names, part_format, job.digest, recorded)
-        pieces = Pieces(store, slot, lease.epoch, lease.attempt, job.digest)
         ledger = cls(store, slot, job, lease, parts, recorded, pieces)
-        gone = [key for key in recorded.proofs if key not in names]
-        if gone:  # a new part of that name must not be judged by the old one's proof
+        ledger._unrecorded = [recorded.proofs[key] for key in sorted(recorded.noted) if key in names]
+        if gone := [key for key in recorded.proofs if key not in names]:
             logger.warning(
                 "%d parts are gone that were committed, first %s; their rows are computed anew",
                 len(gone),
                 store.path(part_name(*gone[0], part_format)),
             )
-            record_proofs(store, recorded, slot, lease.epoch, job.digest, [], gone)
-        for file, shards in read_index(store, job.digest).items():
-            ledger._learn(file, shards)
-        pieces.load(ledger._committed_ranges(), dead_slots)
-        ledger._save_proofs(PROOFS_AT_ONCE)
+            ledger._save_proofs(gone)  # a new part of that name must not be judged by the old one's proof
+        ledger._learn(read_index(store, job.digest))
+        pieces.load(ledger._committed_ranges())
+        if len(ledger._unrecorded) >= MANY_PROOFS:
+            ledger._save_proofs()
         pieces.sweep()
         return ledger
 
@@ -256,8 +260,14 @@ class Ledger:
         `last` (the worker is about to end) saves and does nothing else; otherwise pieces are tidied up too.
         """
         self._lease.check()
-        wrote = self._pieces.checkpoint(in_flight, last=last)
-        self._save_proofs(PROOFS_AT_ONCE)
+        before = self._num_noted
+        try:
+            wrote = self._pieces.checkpoint(in_flight, self._notes, last=last)
+        except BaseException:
+            self._num_noted = before
+            raise
+        if len(self._unrecorded) >= MANY_PROOFS or (self._unrecorded and not wrote):
+            self._save_proofs()
         return wrote
 
     def is_saved(self, key: RowKey, sample: int) -> bool:
@@ -295,21 +305,20 @@ class Ledger:
 
     def write_part(self, shard: ShardRange, data: bytes, counters: Counters) -> Written:
         """Create the part of a shard in the store; `acknowledge` has to follow. Any thread may call it."""
-        name = part_name(shard.file, shard.shard, self.shape["format"])
-        proof = self._prove(name, data, shard, counters)
+        name = self._name(shard)
+        proof = self._prove(shard, data, counters)
         self._lease.check()
         ours = put_new(self._store, name, data)
         if not ours:
-            proof = self._prove(name, self._store.read(name), shard)
+            proof = self._prove_standing(shard)
             logger.warning("%s was committed by another worker; it stands", self._store.path(name))
         return Written(proof, ours)
 
     def standing(self, shard: ShardRange) -> Written | None:
         """The shard's part, where one stands already. A worker of another slot that took this one for dead has
         committed it, and deleted the pieces that nobody needed after it. Any thread may call it."""
-        name = part_name(shard.file, shard.shard, self.shape["format"])
         try:
-            return Written(self._prove(name, self._store.read(name), shard), ours=False)
+            return Written(self._prove_standing(shard), ours=False)
         except ObjectMissing:
             return None
 
@@ -319,9 +328,9 @@ class Ledger:
         self._pieces.committed(written.proof.shard)
         return written.ours
 
-    def _prove(self, name: str, data: bytes, shard: ShardRange, counters: Counters | None = None) -> PartProof:
+    def _prove(self, shard: ShardRange, data: bytes, counters: Counters | None = None) -> PartProof:
         return prove_part(
-            self._store.path(name),
+            self._path(shard),
             data,
             shard,
             part_format=self.shape["format"],
@@ -338,16 +347,25 @@ class Ledger:
                 self._unrecorded.append(proof)
         self._parts[key] = proof
 
-    def _save_proofs(self, at_least: int) -> None:
-        if len(self._unrecorded) >= at_least:
-            self._lease.check()
-            record_proofs(self._store, self._recorded, self._slot, self.epoch, self._job.digest, self._unrecorded)
-            self._unrecorded = []
+    def _notes(self, everything: bool) -> bytes:
+        """Proofs that a piece is to carry: those that no other one does, or all that are in no record."""
+        proofs = self._unrecorded[0 if everything else self._num_noted :]
+        self._num_noted = len(self._unrecorded)
+        if not proofs:
+            return b""
+        return runfolder.encode(proofs_record(self._job.digest, proofs, sequence=self._recorded.sequence))
+
+    def _save_proofs(self, void: Sequence[tuple[int, int]] = ()) -> None:
+        self._lease.check()
+        record = proofs_record(self._job.digest, self._unrecorded, void)
+        record_proofs(self._store, self._recorded, self._slot, self.epoch, record)
+        self._unrecorded, self._num_noted = [], 0
+        self._pieces.forget_notes()
 
     def show_trial(self, shard: ShardRange, data: bytes) -> None:
         """Let people see results of a shard that a row limit cut off; nothing of the run depends on them."""
         self._lease.check()
-        self._store.replace(TRIAL + part_name(shard.file, shard.shard, self.shape["format"]), data)
+        self._store.replace(TRIAL + self._name(shard), data)
 
     # index and end
 
@@ -368,25 +386,35 @@ class Ledger:
                 "output.path"
             )
         unproven = [shard for shard in shards if self._parts.get((file, shard.shard), ...) is None]
-        self._learn(file, list(shards))
+        self._learn({file: list(shards)})
         for shard in unproven:
             self._pieces.committed(shard)
 
-    def _learn(self, file: int, shards: list[ShardRange]) -> None:
-        """The shards of a file are known: parts must fit them, and parts without a proof get one."""
-        self._index[file] = shards
-        for shard in shards:
-            name = part_name(file, shard.shard, self.shape["format"])
-            proof = self._parts.get((file, shard.shard))
-            if (file, shard.shard) not in self._parts:
-                continue
-            if proof is None:  # a crash came between a JSONL part and its proof
-                self._know(self._prove(name, self._store.read(name), shard))
-            elif proof.shard != shard:
+    def _learn(self, index: Mapping[int, list[ShardRange]]) -> None:
+        """The shards of files are known: parts must fit them, and parts without a proof get one."""
+        self._index |= index
+        committed = [shard for shards in index.values() for shard in shards if (shard.file, shard.shard) in self._parts]
+        for shard in committed:
+            proof = self._parts[shard.file, shard.shard]
+            if proof is not None and proof.shard != shard:
                 raise StorageError(
-                    f"{self._store.path(name)}: this part holds {proof.shard}, the index of its file says {shard}; "
-                    f"delete the part or {index_name(file)}, whichever is wrong, and run again"
+                    f"{self._path(shard)}: this part holds {proof.shard}, the index of its file says {shard}; delete "
+                    f"the part or {index_name(shard.file)}, whichever is wrong, and run again"
                 )
+        # a crash came between a JSONL part and its proof
+        unproven = [shard for shard in committed if self._parts[shard.file, shard.shard] is None]
+        with ThreadPoolExecutor(4) as pool:
+            for proof in pool.map(self._prove_standing, unproven):
+                self._know(proof)
+
+    def _prove_standing(self, shard: ShardRange) -> PartProof:
+        return self._prove(shard, self._store.read(self._name(shard)))
+
+    def _name(self, shard: ShardRange) -> str:
+        return part_name(shard.file, shard.shard, self.shape["format"])
+
+    def _path(self, shard: ShardRange) -> str:
+        return self._store.path(self._name(shard))
 
     def _catch_up(self) -> dict[tuple[int, int], str]:
         """Learn what workers of other slots have committed since this one began. Returns the names of all parts."""
@@ -400,8 +428,7 @@ class Ledger:
                 if proof is not None:
                     self._know(proof)
         if len(self._index) < self._job.num_files or new:
-            for file, shards in read_index(self._store, self._job.digest).items():
-                self._learn(file, shards)
+            self._learn(read_index(self._store, self._job.digest))
         return names
 
     def finish(self, extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -421,7 +448,8 @@ class Ledger:
                 f"{[part_name(*key, format_) for key in missing[:5]]}, parts that no input has "
                 f"{[part_name(*key, format_) for key in surplus[:5]]}; run again"
             )
-        self._save_proofs(1)
+        if self._unrecorded:
+            self._save_proofs()
         self._lease.check()
         if trial := self._store.list(TRIAL):  # the parts hold it all now
             for name in trial:
@@ -481,7 +509,8 @@ class Ledger:
     def close(self) -> None:
         """Give the slot back."""
         try:
-            self._save_proofs(1)
+            if self._unrecorded:
+                self._save_proofs()
         except Interrupted:  # another worker has the slot
             return
         except BatchgenError as error:

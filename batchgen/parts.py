@@ -16,6 +16,7 @@ from batchgen.runfolder import (
     PROOFS,
     Counters,
     PartProof,
+    decode,
     encode,
     index_name,
     parse_part,
@@ -53,41 +54,52 @@ def list_parts(store: Store, part_format: str) -> dict[Key, str]:
 
 @dataclass(slots=True)
 class Recorded:
-    """What the records of JSONL parts' proofs say. `sequence` is the number of the newest one."""
+    """Proofs of JSONL parts that were written down. `sequence` is the number of the newest record of them."""
 
     proofs: dict[Key, PartProof] = field(default_factory=dict)
+    noted: set[Key] = field(default_factory=set)  # those that no record holds, only a piece
     sequence: int = 0
 
 
-def read_recorded(store: Store, digest: str | None) -> Recorded:
-    """All records of this run, in the order in which their writers saw each other."""
+def read_recorded(store: Store, digest: str | None, notes: Iterable[bytes] = ()) -> Recorded:
+    """All proofs of this run, later ones over earlier ones, in the order in which their writers saw each other.
+
+    `notes` are those that pieces carry, which come after the record that their writer knew as the newest.
+    """
     names = [name for name in store.list(PROOFS) if name.removeprefix(PROOFS)[:6].isdigit()]
-    found = Recorded(sequence=max((int(name.removeprefix(PROOFS)[:6]) for name in names), default=0))
-    for name, record in zip(names, _at_once(lambda name: read_record(store, name), names), strict=True):
-        if record is None or (digest is not None and record["digest"] != digest):
+    records = [(int(name.removeprefix(PROOFS)[:6]), False, name) for name in names]
+    found = Recorded(sequence=max((sequence for sequence, _, _ in records), default=0))
+    content = dict(zip(names, _at_once(lambda name: read_record(store, name), names), strict=True))
+    for number, data in enumerate(notes):
+        note = decode(data) or {}
+        content[f"note {number}"] = note
+        records.append((int(note.get("sequence", 0)), True, f"note {number}"))
+    for _, is_note, name in sorted(records):
+        record = content[name]
+        if record is None or (digest is not None and record.get("digest") != digest):
             continue
         try:
             for void in record["void"]:
                 found.proofs.pop((int(void[0]), int(void[1])), None)
             for given in record["proofs"]:
                 proof = PartProof.from_json(given)
-                found.proofs[proof.shard.file, proof.shard.shard] = proof
+                key = (proof.shard.file, proof.shard.shard)
+                found.proofs[key] = proof
+                found.noted.add(key) if is_note else found.noted.discard(key)
         except (KeyError, TypeError, ValueError, IndexError):
-            logger.warning("%s is damaged; going on without the rest of it", store.path(name))
+            logger.warning("%s is damaged; going on without the rest of it", name)
     return found
 
 
-def record_proofs(
-    store: Store,
-    recorded: Recorded,
-    slot: int,
-    epoch: int,
-    digest: str,
-    proofs: Sequence[PartProof],
-    void: Iterable[Key] = (),
-) -> None:
-    """Write down proofs of JSONL parts, many in one record, and take back those of parts that are gone."""
+def proofs_record(
+    digest: str, proofs: Sequence[PartProof], void: Iterable[Key] = (), sequence: int | None = None
+) -> dict[str, Any]:
     record = {"digest": digest, "proofs": [proof.to_json() for proof in proofs], "void": [list(key) for key in void]}
+    return record if sequence is None else record | {"sequence": sequence}
+
+
+def record_proofs(store: Store, recorded: Recorded, slot: int, epoch: int, record: dict[str, Any]) -> None:
+    """Write down proofs of JSONL parts, many in one record."""
     while True:
         recorded.sequence += 1  # a name is used once: after a failure nobody knows whether it was written
         if put_new(store, proofs_name(recorded.sequence, slot, epoch), encode(record)):

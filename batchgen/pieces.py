@@ -8,6 +8,9 @@ between was lost) is left out, so that a chain is cut short but never mixed up.
 Chains stay inside one slot. What was taken over from a dead slot is written again, whole, by the slot that goes on
 with it: the other one may come back and has its own plans for its pieces. Within a slot a later start knew all that
 counts of an earlier one; what a superseded start still wrote after that is overruled.
+
+A piece also carries what its writer wants to be remembered until it is written down elsewhere (`notes`: proofs of
+JSON Lines parts), so that a checkpoint is one object.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -35,6 +38,7 @@ MAX_PIECE_BYTES = 16 << 20
 MANY_PIECES = 32  # kept at once, of which some are worth merging
 _MERGED_AT_ONCE = 16
 _SMALL_PIECE = 256  # rows
+_MANY_NOTES = 16  # pieces that are kept for their notes
 _ROW_BYTES = 64  # what a row takes beside its tokens and texts, roughly
 _DIGEST_BYTES = 32
 _SCHEMA = pa.schema(
@@ -120,7 +124,7 @@ def _check(token_ids: TokenIds, before: int = 0) -> int:
 # -- one piece as bytes ------------------------------------------------------------------------------------------------
 
 
-def encode(entries: list[_Entry], digest: str) -> bytes:
+def encode(entries: list[_Entry], digest: str, notes: bytes = b"") -> bytes:
     """A piece; `digest` names the run it belongs to."""
     done = [entry.finished for entry in entries]
     stops = [c.stop_reason if c else None for c in done]
@@ -142,7 +146,7 @@ def encode(entries: list[_Entry], digest: str) -> bytes:
         "error_code": [error.code if error else None for error in errors],
         "error_message": [error.message.encode("utf-8", "backslashreplace") if error else None for error in errors],
     }
-    schema = _SCHEMA.with_metadata({"batchgen.digest": digest})
+    schema = _SCHEMA.with_metadata({"batchgen.digest": digest, "batchgen.notes": notes})
     arrays = [pa.array(columns[field.name], field.type) for field in schema]
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
@@ -161,6 +165,10 @@ def decode(data: bytes, digest: str) -> pa.RecordBatch:
         if not reader.schema.equals(_SCHEMA) or own != digest.encode():
             raise ValueError("it belongs to another run or release")
         return reader.read_next_batch()
+
+
+def _notes_of(batch: pa.RecordBatch) -> bytes:
+    return bytes((batch.schema.metadata or {}).get(b"batchgen.notes", b""))
 
 
 def _entries(batch: pa.RecordBatch) -> Iterator[_Entry]:
@@ -229,27 +237,35 @@ class Pieces:
         self._stored: dict[_Key, _Stored] = {}
         self._saved: set[_Key] = set()  # finished, in pieces of this slot
         self._held: dict[str, _Held] = {}
-        self._found: list[str] = []  # at the start, damaged ones too
+        self._found: dict[str, pa.RecordBatch | None] = {}  # at the start; None: damaged. Batches until `load`
+        self._noted: set[str] = set()  # pieces with notes that are nowhere else
         self._needed: dict[tuple[int, int], list[str]] = {}  # shard being read back: its pieces
         self.pending_bytes = 0
 
     # reading
 
-    def load(self, done: Mapping[int, Iterable[ShardRange]], dead_slots: Iterable[int] = ()) -> None:
-        """Read what earlier starts left, without rows of parts. Of other slots the dead ones' only."""
-        own = _History()
-        bounds = {file: _bounds(shards) for file, shards in done.items()}
+    def read(self, dead_slots: Iterable[int] = ()) -> list[bytes]:
+        """Read what earlier starts left, of other slots the dead ones' only. Returns the notes among it."""
         for slot in [self._slot, *dead_slots]:
-            history = own if slot == self._slot else _History()
             names = self._store.list(piece_folder(slot))
-            self._found += names
             with ThreadPoolExecutor(8) as pool:
-                for name, batch in zip(names, pool.map(self._read, names), strict=True):
-                    if batch is not None:
-                        left = _open_rows(batch, bounds)
-                        self._held[name] = _held(*_columns(left), batch.num_rows)
-                        history.add(name, left)
-            self._take_over(history, is_own=slot == self._slot)
+                self._found |= zip(names, pool.map(self._read, names), strict=True)
+        notes = {name: _notes_of(batch) for name, batch in self._found.items() if batch is not None}
+        self._noted = {name for name, note in notes.items() if note}
+        return [note for note in notes.values() if note]
+
+    def load(self, done: Mapping[int, Iterable[ShardRange]]) -> None:
+        """Take up what was read, without the rows of parts."""
+        bounds = {file: _bounds(shards) for file, shards in done.items()}
+        histories: dict[str, _History] = {piece_folder(self._slot): _History()}
+        for name, batch in self._found.items():
+            if batch is not None:
+                left = _open_rows(batch, bounds)
+                self._held[name] = _held(*_columns(left), batch.num_rows)
+                histories.setdefault(name.rpartition("/")[0] + "/", _History()).add(name, left)
+        self._found = dict.fromkeys(self._found)
+        for folder, history in histories.items():
+            self._take_over(history, is_own=folder == piece_folder(self._slot))
 
     def _take_over(self, history: _History, *, is_own: bool) -> None:
         """Finished comes first, then the longest in flight; of equal ones this slot's own."""
@@ -320,8 +336,13 @@ class Pieces:
         self._pending[key] = completion
         self.pending_bytes += _ROW_BYTES + completion.token_ids.nbytes
 
-    def checkpoint(self, in_flight: Iterable[InFlight], *, last: bool = False) -> bool:
-        """Write what is new since the last checkpoint; False where nothing is. `last`: only what has to be saved."""
+    def checkpoint(
+        self, in_flight: Iterable[InFlight], notes: Callable[[bool], bytes] = lambda _: b"", *, last: bool = False
+    ) -> bool:
+        """Write what is new since the last checkpoint; False where nothing is. `last`: only what has to be saved.
+
+        `notes(False)` are those since the last call, `notes(True)` all of them.
+        """
         flying = {(one.key.file, one.key.row, one.sample): one for one in in_flight}
         entries = [_Entry(key, 0, 0, done.token_ids, done) for key, done in self._pending.items()]
         entries += [entry for one in flying.values() if (entry := self._delta(one)) is not None]
@@ -331,9 +352,13 @@ class Pieces:
         for group in _groups(entries):
             self._number += 1  # a name is used once: after a failure nobody knows whether it was written
             name = piece_name(self._slot, self._epoch, self._number, self._attempt)
-            if not put_new(self._store, name, encode(group, self._digest)):
+            everything = len(self._noted) >= _MANY_NOTES
+            note = notes(everything)
+            if not put_new(self._store, name, encode(group, self._digest, note)):
                 raise StorageError(f"{self._store.path(name)}: another writer made this piece; a slot has one writer")
             self._acknowledged(name, group)
+            if note:
+                self._noted = {name} if everything else {*self._noted, name}
         for name in merged:  # only now: dying before this leaves their rows twice, which is harmless
             self._held[name] = _Held(0, {}, {})
         if not last:
@@ -355,7 +380,8 @@ class Pieces:
         Returns the pieces that are not needed after it, and all of its entries.
         """
         needed = {name for names in self._needed.values() for name in names}
-        names = sorted(name for name, held in self._held.items() if held.is_worth_merging and self._is_own(name))
+        worth = [name for name, held in self._held.items() if held.rows and held.is_worth_merging]
+        names = sorted(name for name in worth if self._is_own(name))
         if len(names) <= MANY_PIECES:
             return [], entries
         names = [name for name in names[:_MERGED_AT_ONCE] if name not in needed]
@@ -421,8 +447,12 @@ class Pieces:
 
     def sweep(self) -> None:
         """Delete pieces without open rows. One that cannot be deleted now is tried again later: it does no harm."""
-        for name in [name for name, held in self._held.items() if not held.rows]:
+        for name in [name for name, held in self._held.items() if not held.rows and name not in self._noted]:
             self._delete(name)
+
+    def forget_notes(self) -> None:
+        """They are written down elsewhere."""
+        self._noted.clear()
 
     def clear(self) -> None:
         """Every row is in a part: delete this start's pieces and those it found, the damaged ones too, and no others:

@@ -467,8 +467,8 @@ def proofs_of(store):
 def test_a_jsonl_part_without_a_proof_is_done_and_counted_when_its_rows_are_known(memory, proofs, caplog):
     shard = shards(0)[0]
     ledger = start(memory, part_format="jsonl")
-    commit(ledger, shard, "jsonl")
     ledger.checkpoint([flying(1, 1)])  # cannot be told from an open row until the part's rows are known
+    commit(ledger, shard, "jsonl")
     totals = ledger.totals()
     ledger.close()
     (name,), whole = memory.list(PROOFS), proofs_of(memory)

@@ -9,16 +9,18 @@ import time
 import fsspec
 import numpy as np
 import pytest
+from faulty import FaultyStore, fails_before
 from scripted_job import Job, Witness, arguments, counters, shards
 
 from batchgen import lease as leases
 from batchgen import ledger as ledgers
+from batchgen import pieces
 from batchgen.errors import StorageError
 from batchgen.io.files import Store
 from batchgen.io.sinks import ShardResults, build_part, result_schema
 from batchgen.ledger import Ledger, peek, read_success
-from batchgen.runfolder import INDEX, PROOFS, SUCCESS, encode, index_name, part_name
-from batchgen.types import Completion, RowKey, ShardRange
+from batchgen.runfolder import INDEX, PROOFS, SUCCESS, encode, index_name, part_name, piece_folder
+from batchgen.types import Completion, InFlight, RowKey, ShardRange
 
 FORMATS = ["parquet", "jsonl"]
 
@@ -98,19 +100,54 @@ def test_many_parts_are_read_many_at_a_time(tmp_path, part_format):
     assert len(records) <= 30
 
 
-def test_proofs_of_many_parts_are_one_record(memory):
+def test_a_checkpoint_is_one_object_and_keeps_the_proofs_too(memory):
+    """A JSONL part's proof rides in the next piece; all of them get a record at the end of the start."""
     ledger = start(memory, part_format="jsonl")
-    many = [ShardRange(0, number, number, 1, number * 10, number * 10 + 10) for number in range(100)]
-    for shard in many:
+    many = [ShardRange(0, number, number, 1, number * 10, number * 10 + 10) for number in range(200)]
+    slow, before = RowKey(0, 999), len(memory.list())
+    for number, shard in enumerate(many):
         commit(ledger, shard, "jsonl")
-        ledger.checkpoint([])
-    assert len(memory.list(PROOFS)) == 100 // ledgers.PROOFS_AT_ONCE
-    ledger.close()
-    assert len(memory.list(PROOFS)) == 100 // ledgers.PROOFS_AT_ONCE + 1
-    again = start(memory, part_format="jsonl")
+        assert ledger.checkpoint([InFlight(slow, 0, np.arange(number + 1, dtype=np.int32))])
+        assert len(memory.list()) <= before + (number + 1) + (pieces.MANY_PIECES + 1)  # parts, pieces that count
+    made = int(max(memory.list(piece_folder(0))).split("-")[1])
+    assert made == 200 and memory.list(PROOFS) == []
+    again = start(memory, part_format="jsonl")  # after a kill
     assert again.totals() == ledger.totals() and again.done == ledger.done
     again.close()
-    assert len(memory.list(PROOFS)) == 100 // ledgers.PROOFS_AT_ONCE + 1  # nothing new, nothing written
+    (name,) = memory.list(PROOFS)
+    assert len(json.loads(memory.read(name))["proofs"]) == 200
+    third = start(memory, part_format="jsonl")
+    assert third.totals() == ledger.totals() and third.done == ledger.done
+    third.checkpoint([])
+    third.close()
+    assert memory.list(PROOFS) == [name]  # nothing new, nothing written
+    assert len(memory.list(piece_folder(0))) <= pieces.MANY_PIECES + 1  # for the slow row
+
+
+def test_proofs_without_a_piece_to_ride_in_are_one_record_a_checkpoint(memory, monkeypatch):
+    ledger = start(memory, part_format="jsonl")
+    many = [ShardRange(0, number, number, 1, number * 10, number * 10 + 10) for number in range(30)]
+    for number, shard in enumerate(many):
+        commit(ledger, shard, "jsonl")
+        if number % 10 == 9:
+            assert not ledger.checkpoint([])
+    assert len(memory.list(PROOFS)) == 3 and memory.list(piece_folder(0)) == []
+    monkeypatch.setattr(ledgers, "MANY_PROOFS", 4)
+    for shard in [ShardRange(1, number, number, 1, 0, 0) for number in range(4)]:
+        commit(ledger, shard, "jsonl")
+    ledger.checkpoint([InFlight(RowKey(0, 999), 0, np.arange(3, dtype=np.int32))])
+    assert len(memory.list(PROOFS)) == 4 and start(memory, part_format="jsonl").totals().rows == 34
+
+
+def test_a_failed_checkpoint_keeps_its_proofs_for_the_next(memory):
+    ledger = start(store := FaultyStore(memory.url, 10**6, fails_before, ("write",)), part_format="jsonl")
+    commit(ledger, shards(0)[0], "jsonl")
+    store.at = store.count + 1
+    in_flight = [InFlight(RowKey(0, 4), 0, np.arange(3, dtype=np.int32))]
+    with pytest.raises(StorageError):
+        ledger.checkpoint(in_flight)
+    ledger.checkpoint(in_flight)
+    assert start(memory, part_format="jsonl").totals().rows == 3
 
 
 def test_a_part_that_is_gone_is_computed_anew_and_not_judged_by_its_old_proof(memory, caplog):
