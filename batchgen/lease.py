@@ -185,8 +185,9 @@ class Lease:
             lives, epoch = watch.verdict(slot)
             if lives:
                 raise Interrupted(
-                    f"another worker has this run: {who(holder(store, slot, epoch))}. One run folder takes one worker "
-                    "at a time: wait for it, or end it and run again",
+                    f"another worker has {f'slot {slot} of ' if slot else ''}this run: "
+                    f"{who(holder(store, slot, epoch))}. One place takes one worker at a time: wait for it, or end it "
+                    "and run again",
                     reason="locked",
                 )
             record = {**info, **worker(), "slot": slot, "epoch": epoch + 1, "attempt": uuid.uuid4().hex}

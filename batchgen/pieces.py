@@ -239,6 +239,7 @@ class Pieces:
         self._held: dict[str, _Held] = {}
         self._found: dict[str, pa.RecordBatch | None] = {}  # at the start; None: damaged. Batches until `load`
         self._noted: set[str] = set()  # pieces with notes that are nowhere else
+        self._stuck: set[str] = set()  # worth merging, but something in them can only be had from there
         self._needed: dict[tuple[int, int], list[str]] = {}  # shard being read back: its pieces
         self.pending_bytes = 0
 
@@ -380,8 +381,10 @@ class Pieces:
         Returns the pieces that are not needed after it, and all of its entries.
         """
         needed = {name for names in self._needed.values() for name in names}
-        worth = [name for name, held in self._held.items() if held.rows and held.is_worth_merging]
-        names = sorted(name for name in worth if self._is_own(name))
+        worth = {
+            name for name, held in self._held.items() if held.rows and held.is_worth_merging and self._is_own(name)
+        }
+        names = sorted(worth - self._stuck)
         if len(names) <= MANY_PIECES:
             return [], entries
         names = [name for name in names[:_MERGED_AT_ONCE] if name not in needed]
@@ -390,7 +393,9 @@ class Pieces:
         with ThreadPoolExecutor(8) as pool:
             for name, batch in zip(names, pool.map(self._read, names), strict=True):
                 kept = None if batch is None else self._kept(name, batch, flying)
-                if kept is not None:
+                if kept is None:
+                    self._stuck.add(name)
+                else:
                     merged.append(name)
                     moved |= kept
         return merged, [entry for entry in entries if entry.key not in moved] + list(moved.values())
