@@ -230,7 +230,7 @@ def test_of_a_run_that_was_deleted_and_begun_anew_nothing_is_touched(memory, mon
     """Numbers of epochs begin at 1 again, so that nothing but the attempt tells two starts apart."""
     first = start(memory, part_format="jsonl")
     first.record(done(0, 1))
-    first.checkpoint([flying(3, 1)])
+    first.checkpoint([flying(1, 1)])
     shard = shards(0)[0]
     data, counted = part_of(first, shard, part_format="jsonl")
     first.acknowledge(first.write_part(shard, data, counted))
