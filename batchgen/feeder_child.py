@@ -6,7 +6,6 @@ import contextlib
 import mmap
 import os
 import pickle
-import signal
 import sys
 import tempfile
 import traceback
@@ -21,34 +20,39 @@ import pyarrow as pa
 
 from batchgen import errors, templates
 from batchgen.carry import Carrier, InputFields
-from batchgen.errors import BatchgenError, InvalidRow
+from batchgen.errors import BatchgenError, ConfigError, InvalidRow
 from batchgen.io import sources
 from batchgen.io.files import InputFile
+from batchgen.io.openai import Call, read_call
+from batchgen.lifeline import die_with_input
 from batchgen.prompts import Draft, Prompt, PromptBuilder
+from batchgen.rowparams import RowParams, read_column
 from batchgen.spec import JobSpec
 from batchgen.tokenizer import Tokenizer
-from batchgen.types import NO_TOKENS, RowError, ShardRange, TokenIds
+from batchgen.types import NO_TOKENS, RowError, SamplingParams, ShardRange, TokenIds
 
 BIG_TEXT = 64 << 10  # longer prompts are encoded one by one, so that a slow one is known
 RENDER_MEMORY = 1 << 30  # bytes that rendering a chunk's rows may take on top
 
+_Own = tuple[Mapping[str, Any], Call | None, SamplingParams]
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
 
 @dataclass(slots=True, eq=False)
 class RowBatch:
-    """Consecutive rows of one shard, ready for the engine. Row i's prompt is token_ids[offsets[i] : offsets[i + 1]].
+    """Rows of one shard in order, ready for the engine. Row i's prompt is token_ids[offsets[i] : offsets[i + 1]].
 
-    A row in `errors` (its place in the batch, a row code, a message) has no tokens. `carried` has num_rows rows: the id
-    where the job names an id column, then the carried columns. `end` is set with a shard's last rows; `cut_off` says
-    that it is the job's limit that ends the shard, not the input.
+    `rows` are their numbers in the file; those between that are missing were filtered out. A row in `errors` (its
+    place in the batch, a row code, a message) has no tokens. `carried` has num_rows rows: the id where the job names an
+    id column, then the carried columns. `params` are the rows' own sampling parameters; None where all have the job's.
+    `end` is set with a shard's last rows (there may be none); `cut_off` says that it is the job's limit that ends the
+    shard, not the input.
     """
 
     file: int
     shard: int
-    first_row: int
-    num_rows: int
+    rows: npt.NDArray[np.int64]  # (num_rows,)
     token_ids: TokenIds  # (num_tokens,)
     offsets: npt.NDArray[np.int64]  # (num_rows + 1,)
     truncated: npt.NDArray[np.bool_]  # (num_rows,)
@@ -56,14 +60,21 @@ class RowBatch:
     carried: pa.RecordBatch
     end: ShardRange | None
     last_of_file: bool
+    params: list[SamplingParams] | None = None
     has_id: bool = False
     cut_off: bool = False
     share: float = 1.0  # of the file that is read, from 0 to 1
 
     @property
+    def num_rows(self) -> int:
+        return len(self.rows)
+
+    @property
     def next_row(self) -> int:
-        """The row after this batch, and after the shard that it ends."""
-        return self.end.first_row + self.end.num_rows if self.end is not None else self.first_row + self.num_rows
+        """The row after this batch, and after the shard that it ends; 0 where it says nothing of it."""
+        if self.end is not None:
+            return self.end.first_row + self.end.num_rows
+        return int(self.rows[-1]) + 1 if self.num_rows else 0
 
     def noise_names(self) -> list[str]:
         """What the rows' random draws are named after: their ids, or their places where these are none, or no text."""
@@ -71,7 +82,7 @@ class RowBatch:
         if self.has_id:
             with contextlib.suppress(pa.ArrowException, UnicodeDecodeError):  # a list, a struct, binary data
                 ids = self.carried.column(0).cast(pa.string()).to_pylist()
-        return [f"{self.file}:{self.first_row + i}" if name is None else name for i, name in enumerate(ids)]
+        return [f"{self.file}:{row}" if name is None else name for row, name in zip(self.rows, ids, strict=True)]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Arrow pickles a slice with all that it is a slice of; its own stream format does not."""
@@ -148,12 +159,15 @@ class State:
         os.close(self.descriptor)
 
 
-def child_main(pipe: int, state: int, parent: int) -> None:
+def child_main(pipe: int, state: int) -> None:
     """The child process's whole life. The parent's signals to stop are not for it: it is stopped by its parent."""
-    _die_with(parent)
     with contextlib.suppress(OSError):
         os.nice(19)
-    task: Task = pickle.load(sys.stdin.buffer)
+    try:
+        task: Task = pickle.load(sys.stdin.buffer)
+    except (EOFError, pickle.UnpicklingError):  # the parent is gone
+        os._exit(0)
+    die_with_input()
     connection = Connection(pipe, readable=False)
     try:
         for batch in Worker(task, State(state)).run():
@@ -184,16 +198,6 @@ def child_main(pipe: int, state: int, parent: int) -> None:
     os._exit(0)
 
 
-def _die_with(parent: int) -> None:
-    """Where the system can: a parent that is killed takes its child along at once, not at the next full pipe."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(0)
-
-
 def _send(connection: Connection, message: tuple[str, Any]) -> None:
     connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
 
@@ -206,12 +210,14 @@ class Worker:
     state: State
     builder: PromptBuilder = field(init=False)
     carrier: Carrier = field(init=False)
+    params: RowParams = field(init=False)
 
     def __post_init__(self) -> None:
         spec = self.task.spec
         tokenizer = Tokenizer.load(self.task.model_path, chat_template=spec.model.chat_template)
         self.builder = PromptBuilder(spec.prompt, spec.sampling, tokenizer, self.task.max_model_len)
         self.carrier = Carrier(self.task.fields)
+        self.params = RowParams(spec.sampling, tokenizer.vocab_size)
 
     def run(self) -> Iterator[RowBatch]:
         task = self.task
@@ -230,47 +236,55 @@ class Worker:
 
     def _file(self, file: InputFile, kind: str, limit: int | None) -> Iterator[RowBatch]:
         """The file's batches, of its first `limit` rows."""
-        task, spec = self.task, self.task.spec
+        task = self.task
         delivered = task.resume[1] if file.number == task.resume[0] else 0
-        shard, shard_start = -1, 0
-        for chunk in sources.read_shards(
-            file,
-            kind,
-            columns=self._columns(file, kind),
-            shard_rows=None if spec.output.shard_rows == "auto" else spec.output.shard_rows,
-            done=task.done.get(file.number, {}),
-            storage_options=spec.input.storage_options,
-        ):
-            if not chunk.rows:
-                yield self._batch(file, chunk)
-                continue
-            first, end = chunk.rows[0].number, chunk.rows[-1].number + 1
-            if limit is not None and first >= limit:
+        begun: tuple[int, int] | None = None  # the shard whose end is still to come, and its first row
+        for chunk in read_chunks(task.spec, file, kind, self._columns(file, kind), task.done.get(file.number, {})):
+            numbers = [row.number for row in chunk.rows]
+            if limit is not None and chunk.shard not in task.done.get(file.number, {}):
+                end = chunk.end.first_row + chunk.end.num_rows if chunk.end else numbers[-1] + 1 if numbers else 0
+                if end > limit or (end == limit and chunk.end is None):
+                    last = self._cut(file, chunk, begun, limit)
+                    if last is not None:
+                        batch = self._batch(file, _from(last, delivered))
+                        batch.cut_off = True
+                        yield batch
+                    return
+            if not numbers or numbers[-1] >= delivered:
+                yield self._batch(file, _from(chunk, delivered))
+            if chunk.end is not None:
+                begun = None
+            elif numbers and begun is None:
+                begun = chunk.shard, numbers[0]
+            if limit is not None and chunk.end is not None and chunk.end.first_row + chunk.end.num_rows >= limit:
                 return
-            if chunk.shard != shard:
-                shard, shard_start = chunk.shard, first
-            cut_off = limit is not None and (end > limit or (end == limit and chunk.end is None))
-            rows = slice(max(0, delivered - first), limit - first if limit is not None and cut_off else None)
-            part = _part(chunk, rows)
-            if limit is not None and cut_off:
-                part.end, part.last = ShardRange(file.number, shard, shard_start, limit - shard_start, 0, 0), False
-            if part.rows:
-                batch = self._batch(file, part)
-                batch.cut_off = cut_off
-                yield batch
-            if limit is not None and end >= limit:
-                return
+
+    @staticmethod
+    def _cut(file: InputFile, chunk: sources.Chunk, begun: tuple[int, int] | None, limit: int) -> sources.Chunk | None:
+        """The chunk's rows up to the limit, as the end of the shard; None where the limit leaves nothing of it."""
+        count = sum(row.number < limit for row in chunk.rows)
+        if count:
+            shard, first = begun or (chunk.shard, chunk.rows[0].number)
+        elif begun is None:
+            return None
+        else:
+            shard, first = begun
+        batch = None if chunk.batch is None else chunk.batch.slice(0, count)
+        end = ShardRange(file.number, shard, first, limit - first, 0, 0)
+        return sources.Chunk(shard, chunk.rows[:count], end, False, batch, chunk.share)
 
     def _columns(self, file: InputFile, kind: str) -> list[str] | None:
         """The columns to read; None reads all, as a format without columns has to anyway."""
         schema = sources.schema(file, kind, self.task.spec.input.storage_options)
         if schema is None:
             return None
-        return list(dict.fromkeys([*self.builder.columns(schema.names), *self.task.fields.names]))
+        own = self.task.spec.sampling.column
+        wanted = [*self.builder.columns(schema.names), *self.task.fields.names, *([] if own is None else [own])]
+        return list(dict.fromkeys(wanted))
 
     def _batch(self, file: InputFile, chunk: sources.Chunk) -> RowBatch:
         carried, wrong = self.carrier.take(chunk)
-        prompts = self._prompts(file, chunk.rows, wrong)
+        prompts, params = self._prompts(file, chunk.rows, wrong)
         failed = [(i, p.code, p.message) for i, p in enumerate(prompts) if isinstance(p, InvalidRow)]
         ids = [prompt.token_ids if isinstance(prompt, Prompt) else NO_TOKENS for prompt in prompts]
         offsets = np.zeros(len(ids) + 1, np.int64)
@@ -278,8 +292,7 @@ class Worker:
         return RowBatch(
             file=file.number,
             shard=chunk.shard,
-            first_row=chunk.rows[0].number if chunk.rows else 0,
-            num_rows=len(chunk.rows),
+            rows=np.array([row.number for row in chunk.rows], np.int64),
             token_ids=np.concatenate(ids) if ids else NO_TOKENS,
             offsets=offsets,
             truncated=np.array([isinstance(prompt, Prompt) and prompt.truncated for prompt in prompts], np.bool_),
@@ -287,18 +300,20 @@ class Worker:
             carried=carried,
             end=chunk.end,
             last_of_file=chunk.last,
+            params=None if all(one is self.params.default for one in params) else params,
             has_id=self.task.fields.id is not None,
             share=chunk.share,
         )
 
     def _prompts(
         self, file: InputFile, rows: Sequence[sources.Row], wrong: Mapping[int, RowError]
-    ) -> list[Prompt | InvalidRow]:
-        """Every row's prompt, or why it has none."""
+    ) -> tuple[list[Prompt | InvalidRow], list[SamplingParams]]:
+        """Every row's prompt, or why it has none, and its sampling parameters."""
         task, state = self.task, self.state
+        params = [self.params.default] * len(rows)
         results: dict[int, Prompt | InvalidRow] = {}
         small: dict[int, Draft] = {}
-        with templates.memory_limit(RENDER_MEMORY):
+        with templates.memory_limit(RENDER_MEMORY), templates.timer():
             for place, row in enumerate(rows):
                 state.write(file.number, row.number, row.number)
                 problem = row.error or wrong.get(place)
@@ -309,7 +324,12 @@ class Worker:
                     message = "the prompt could not be made in reasonable time: rendering or encoding did not end"
                     results[place] = InvalidRow("template_error", message)
                 else:
-                    draft = self._guarded(self.builder.draft, row.values)
+                    own = self._guarded(self._own, row.values)
+                    if isinstance(own, InvalidRow):
+                        results[place] = own
+                        continue
+                    params[place] = own[2]
+                    draft = self._guarded(self._draft, own)
                     if isinstance(draft, InvalidRow):
                         results[place] = draft
                     else:
@@ -322,7 +342,21 @@ class Worker:
             state.write(file.number, rows[min(small)].number, rows[max(small)].number)
             results.update(zip(small, self._encoded(list(small.values())), strict=True))
         state.write(file.number, -1, -1)
-        return [results[place] for place in range(len(rows))]
+        return [results[place] for place in range(len(rows))], params
+
+    def _own(self, values: Mapping[str, Any]) -> _Own:
+        """What a row brings: its values, its call where rows are OpenAI requests, its parameters."""
+        sampling = self.task.spec.sampling
+        if self.task.spec.input.format == "openai":
+            call = read_call(values)
+            return values, call, self.params.over(call.sampling, "body")
+        if sampling.column is not None:
+            return values, None, self.params.over(read_column(values, sampling.column), f"column `{sampling.column}`")
+        return values, None, self.params.default
+
+    def _draft(self, own: _Own) -> Draft:
+        values, call, params = own
+        return self.builder.draft(values, params) if call is None else self.builder.draft_call(call, params)
 
     def _goes_alone(self, file: InputFile, row: sources.Row, draft: Draft) -> bool:
         careful = self.task.careful
@@ -347,8 +381,48 @@ class Worker:
             return InvalidRow("internal", f"{type(error).__name__}: {error}")
 
 
-def _part(chunk: sources.Chunk, rows: slice) -> sources.Chunk:
-    """Some of a chunk's rows."""
-    start, stop, _ = rows.indices(len(chunk.rows))
-    batch = None if chunk.batch is None else chunk.batch.slice(start, max(0, stop - start))
-    return sources.Chunk(chunk.shard, chunk.rows[rows], chunk.end, chunk.last, batch, chunk.share)
+def _from(chunk: sources.Chunk, first: int) -> sources.Chunk:
+    """The chunk without its rows before row `first`."""
+    start = sum(row.number < first for row in chunk.rows)
+    if not start:
+        return chunk
+    batch = None if chunk.batch is None else chunk.batch.slice(start)
+    return sources.Chunk(chunk.shard, chunk.rows[start:], chunk.end, chunk.last, batch, chunk.share)
+
+
+def read_chunks(
+    spec: JobSpec, file: InputFile, kind: str, columns: Sequence[str] | None, done: Mapping[int, ShardRange | None]
+) -> Iterator[sources.Chunk]:
+    """The rows of an input file as the job cuts them into shards, without the shards in `done`."""
+    return sources.read_shards(
+        file,
+        kind,
+        columns=columns,
+        shard_rows=None if spec.output.shard_rows == "auto" else spec.output.shard_rows,
+        done=done,
+        storage_options=spec.input.storage_options,
+    )
+
+
+def carried_again(
+    spec: JobSpec,
+    file: InputFile,
+    kind: str,
+    fields: InputFields,
+    shard: ShardRange,
+    earlier: Mapping[int, ShardRange | None],
+) -> list[pa.RecordBatch]:
+    """The carried columns of a shard's rows, read once more; `earlier` are the shards before it in its file."""
+    columns = None if sources.schema(file, kind, spec.input.storage_options) is None else list(fields.names)
+    carrier = Carrier(fields)
+    batches = []
+    for chunk in read_chunks(spec, file, kind, columns, earlier):
+        if chunk.shard != shard.shard:
+            break
+        if chunk.rows:
+            batches.append(carrier.take(chunk)[0])
+        if chunk.end is not None:
+            if chunk.end != shard:
+                break
+            return batches
+    raise ConfigError(f"{file.path}: shard {shard.shard} is not what it was when it was read: the input has changed")

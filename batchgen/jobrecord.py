@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from batchgen.errors import ConfigError, Interrupted
-from batchgen.io.files import Store
+from batchgen.io.stores import Store
 from batchgen.runfolder import (
     FORMAT_VERSION,
     INPUT_LISTS,
@@ -278,7 +278,7 @@ def _refuse_damaged_lists(
     name = inputs_name(2 + later.index(None))
     if part_format is not None and later.index(None) == len(later) - 1 and first is not None:
         before = len(first) + sum(len(files) for files in later if files is not None)
-        keys = [parse_part(part, part_format) for part in store.list()]
+        keys = [parse_part(part, part_format) for part in store.list(recursive=False)]
         if all(key is None or key[0] < before for key in keys):
             logger.warning("%s is damaged and no part depends on it; it is made anew", store.path(name))
             return

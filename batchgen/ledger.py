@@ -27,12 +27,14 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from batchgen import runfolder
 from batchgen.errors import BatchgenError, ConfigError, Interrupted, PermissionDenied, StorageError
-from batchgen.io.files import ObjectMissing, Store
-from batchgen.jobrecord import JobRecord, arrange, check_same, establish, extend_inputs, last_list, read_job
+from batchgen.io.storage import ObjectMissing
+from batchgen.io.stores import Store
+from batchgen.jobrecord import JobRecord, arrange, check_same, establish, extend_inputs, last_list, read_job, read_lists
 from batchgen.lease import DEAD_AFTER_SECONDS, Heart, Lease, Watch, now, slots
 from batchgen.parts import (
     Parts,
@@ -162,6 +164,7 @@ class Ledger:
         lease = Lease.acquire(store, slot, dict(info), watch)
         try:
             with Heart(lease.beat) as heart:  # thousands of parts take their time on a slow store, and so does watching
+                store.sweep()
                 job = extend_inputs(store, job, lease.check)
                 dead = [other for other in others if not watch.lives(other)]
                 ledger = cls._read(store, slot, job, lease, dead)
@@ -336,6 +339,7 @@ class Ledger:
             part_format=self.shape["format"],
             digest=self._job.digest,
             epoch=self._lease.epoch,
+            filtered=bool(self._job.fingerprint.get("input", {}).get("where")),
             counters=counters,
         )
 
@@ -343,7 +347,7 @@ class Ledger:
         key = (proof.shard.file, proof.shard.shard)
         if self._parts.get(key) is None:
             self._totals.add(proof.counters)
-            if self.shape["format"] == "jsonl":
+            if self.shape["format"] != "parquet":
                 self._unrecorded.append(proof)
         self._parts[key] = proof
 
@@ -422,7 +426,7 @@ class Ledger:
         names = list_parts(self._store, part_format)
         new = {key: name for key, name in names.items() if key not in self._parts}
         if new:
-            recorded = read_recorded(self._store, self._job.digest) if part_format == "jsonl" else Recorded()
+            recorded = read_recorded(self._store, self._job.digest) if part_format != "parquet" else Recorded()
             for key, proof in read_parts(self._store, new, part_format, self._job.digest, recorded).items():
                 self._parts[key] = None
                 if proof is not None:
@@ -431,10 +435,11 @@ class Ledger:
             self._learn(read_index(self._store, self._job.digest))
         return names
 
-    def finish(self, extra: Mapping[str, Any]) -> dict[str, Any]:
+    def finish(self, extra: Mapping[str, Any], pulse: Callable[[], None] = lambda: None) -> dict[str, Any]:
         """Write _SUCCESS: only when every file is indexed and every part is there and proven. Returns what it says.
 
-        Whichever worker comes first writes it; another one finds it there.
+        Whichever worker comes first writes it; another one finds it there. What an OpenAI run has besides its parts is
+        made first. That takes its time: `pulse` is called meanwhile, and may raise what ends this start.
         """
         there = self._catch_up()
         expected = [(shard.file, shard.shard) for file in sorted(self._index) for shard in self._index[file]]
@@ -451,17 +456,20 @@ class Ledger:
         if self._unrecorded:
             self._save_proofs()
         self._lease.check()
+        summary = self._success(expected, extra)
+        if format_ == "openai":
+            self._publish(summary, pulse)
         if trial := self._store.list(TRIAL):  # the parts hold it all now
             for name in trial:
                 self._store.delete(name)
-            self._lease.check()
+        self._lease.check()
         if last_list(self._store) != self._job.num_lists:
             raise Interrupted(
                 f"{self._store.url}: input files were added to this run while it was at work; what it had committed "
                 "is kept, run again with --extend to go on",
                 reason="fenced",
             )
-        summary = self._write_success(self._success(expected, extra))
+        summary = self._write_success(summary)
         self._pieces.clear()
         return summary
 
@@ -486,6 +494,24 @@ class Ledger:
             "counters": totals.to_json(),
             "parts": parts,
         }
+
+    def _publish(self, summary: Mapping[str, Any], pulse: Callable[[], None]) -> None:
+        from batchgen.io import answers
+
+        first, later = read_lists(self._store)
+        created, completed = (
+            int(datetime.fromisoformat(summary[when]).timestamp()) for when in ("started", "finished")
+        )
+        answers.publish(
+            self._store,
+            [part["name"] for part in summary["parts"]],
+            Counters.from_json(summary["counters"]),
+            digest=self._job.digest,
+            inputs=[file["path"] for files in [first, *later] if files is not None for file in files],
+            created=created,
+            completed=completed,
+            pulse=pulse,
+        )
 
     def _write_success(self, summary: dict[str, Any]) -> dict[str, Any]:
         if put_new(self._store, SUCCESS, data := runfolder.encode(summary)):

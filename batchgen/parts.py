@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from batchgen.errors import ConfigError, StorageError
-from batchgen.io.files import Store
+from batchgen.io.stores import Store
 from batchgen.runfolder import (
     INDEX,
     PROOFS,
@@ -46,7 +46,7 @@ def _at_once(work: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
 
 def list_parts(store: Store, part_format: str) -> dict[Key, str]:
     """The names of all parts. A listing only finds candidates: each proves itself."""
-    return {key: name for name in store.list() if (key := parse_part(name, part_format)) is not None}
+    return {key: name for name in store.list(recursive=False) if (key := parse_part(name, part_format)) is not None}
 
 
 # -- proofs ------------------------------------------------------------------------------------------------------------
@@ -160,9 +160,13 @@ def prove_part(
     part_format: str,
     digest: str,
     epoch: int,
+    filtered: bool = False,
     counters: Counters | None = None,
 ) -> PartProof:
-    """The proof of a whole part, compared with the shard it is for. A JSONL part without `counters` is counted."""
+    """The proof of a whole part, compared with the shard it is for. Lines without `counters` are counted.
+
+    `filtered`: the job may have dropped rows of the shard.
+    """
     from batchgen.io.sinks import count_jsonl, verify_parquet
 
     if part_format == "parquet":
@@ -171,7 +175,7 @@ def prove_part(
         if proof.shard != shard:
             raise StorageError(f"{path}: this part is corrupt: it holds {proof.shard} where {shard} belongs")
         return proof
-    counters = counters or count_jsonl(data, path, shard)
+    counters = counters or count_jsonl(data, path, shard, part_format=part_format, filtered=filtered)
     return PartProof(digest, epoch, shard, counters, hashlib.sha256(data).hexdigest(), len(data))
 
 

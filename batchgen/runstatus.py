@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchgen.errors import Interrupted
-from batchgen.io.files import Store
+from batchgen.io.files import COPIES
+from batchgen.io.stores import Store
 from batchgen.jobrecord import last_list, read_job, read_lists
 from batchgen.lease import DEAD_AFTER_SECONDS, Watch, holder, latest_epoch, seems_alive, slots, who
 from batchgen.parts import list_parts, read_index, read_parts, read_recorded
@@ -133,9 +134,10 @@ def overwrite(store: Store, dead_after: float = DEAD_AFTER_SECONDS) -> None:
             last = holder(store, slot, epoch)
             raise Interrupted(f"{store.url}: {who(last)} is at work on this run; end it first", reason="locked")
     job = read_record(store, JOB)
-    formats = PART_FORMATS if job is None else (job["shape"]["format"],)
+    formats = tuple(PART_FORMATS) if job is None else (job["shape"]["format"],)
     names = store.list()
     parts = [name for name in names if any(parse_part(name, part_format) for part_format in formats)]
+    copies = [name for name in names if name in COPIES and "openai" in formats]
     state = [name for name in names if name.startswith(STATE) and name != JOB]
-    for name in [SUCCESS, *parts, *state, JOB]:
+    for name in [SUCCESS, *copies, *parts, *state, JOB]:
         store.delete(name)

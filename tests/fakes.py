@@ -3,40 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer as RustTokenizer
-from tokenizers import decoders, models, pre_tokenizers
 
+from batchgen.bench_data import byte_tokenizer
 from batchgen.engine.scheduler import EngineStats
-from batchgen.io.files import Store
+from batchgen.io.stores import Store
 from batchgen.tokenizer import Tokenizer
 from batchgen.types import Completion, InFlight, Request, RowKey
+
+__all__ = ["CHATML", "Died", "FailingStore", "FakeEngine", "FakeModel", "byte_tokenizer", "fake_tokens"]
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-
-def byte_tokenizer(folder: Path, *, chat_template: str | None = None) -> Path:
-    """A model folder without weights: a token for each byte, then <|endoftext|>, <|im_start|>, <|im_end|> (256 on)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = RustTokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"eos_token": "<|endoftext|>"} | ({"chat_template": chat_template} if chat_template else {})
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "config.json").write_text(json.dumps({"eos_token_id": 256, "max_position_embeddings": 4096}))
-    return folder
 
 
 def fake_tokens(prompt: np.ndarray, sample: int, max_tokens: int) -> np.ndarray:
@@ -165,6 +150,9 @@ class FailingStore(Store):
 
     def replace(self, name: str, data: bytes) -> None:
         self._guard(lambda: super(FailingStore, self).replace(name, data))
+
+    def replace_from(self, name: str, chunks: Iterable[bytes]) -> None:
+        self._guard(lambda: super(FailingStore, self).replace_from(name, chunks))
 
     def delete(self, name: str) -> None:
         self._guard(lambda: super(FailingStore, self).delete(name))

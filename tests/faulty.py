@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batchgen.errors import StorageError
-from batchgen.io.files import Store
+from batchgen.io.stores import Store
 
 
 class Died(BaseException):
@@ -39,8 +39,8 @@ class FaultyStore(Store):
     def open(self, name):
         return self._meet("read", lambda: super(FaultyStore, self).open(name))
 
-    def list(self, prefix=""):
-        return self._meet("read", lambda: super(FaultyStore, self).list(prefix))
+    def list(self, prefix="", *, recursive=True):
+        return self._meet("read", lambda: super(FaultyStore, self).list(prefix, recursive=recursive))
 
 
 def dies_before(store, operation):

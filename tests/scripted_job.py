@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from batchgen.errors import Interrupted, StorageError
-from batchgen.io.files import Store
 from batchgen.io.sinks import ShardResults, build_part, result_schema
+from batchgen.io.stores import Store
 from batchgen.ledger import Ledger, Written, read_success
 from batchgen.runfolder import SUCCESS, parse_part
 from batchgen.types import Completion, InFlight, RowError, RowKey, ShardRange
@@ -237,8 +237,8 @@ class Job:
             return standing
         done = [one or saved[key.row, sample] for (key, sample), one in memory.items()]
         texts = [f"text {one.key.row}" for one in done]
-        truncated = np.arange(shard.first_row, shard.first_row + shard.num_rows) % 2 == 1
-        results = ShardResults(shard, SAMPLES, [], done, texts, truncated)
+        rows = np.arange(shard.first_row, shard.first_row + shard.num_rows)
+        results = ShardResults(shard, rows, np.full(len(rows), SAMPLES), [], done, texts, rows % 2 == 1)
         counters = results.counters()
         metadata = self.ledger.part_metadata(shard, counters)
         data = build_part(self.witness.format, self.schema, results, metadata)

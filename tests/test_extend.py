@@ -12,7 +12,7 @@ from scripted_job import FILES, MORE_FILES, Job, Witness, arguments, counters, i
 
 from batchgen import lease as leases
 from batchgen.errors import ConfigError, Interrupted, StorageError
-from batchgen.io.files import Store
+from batchgen.io.stores import Store
 from batchgen.jobrecord import extend_inputs
 from batchgen.ledger import Ledger, arrange, check_same, peek, read_job, read_success
 from batchgen.runfolder import INPUTS, SUCCESS, inputs_name, part_name

@@ -23,7 +23,8 @@ from fakes import CHATML, Died, FailingStore, FakeEngine, FakeModel, byte_tokeni
 from batchgen import job, spec
 from batchgen.errors import ConfigError, DataError, Interrupted, NoInputError, StorageError
 from batchgen.feeder import Feeder
-from batchgen.io.files import Store, expand
+from batchgen.io.files import expand
+from batchgen.io.stores import Store
 from batchgen.lease import Heart
 from batchgen.ledger import peek
 from batchgen.metrics import Meter
@@ -262,7 +263,9 @@ def test_parts_of_an_unknown_run_are_nobodys(tmp_path: Path, model_folder: Path,
 def test_a_record_that_lost_its_keys_is_written_again(tmp_path: Path, model_folder: Path, name: str) -> None:
     a_job = job_of(tmp_path, write_rows(tmp_path, 40))
     with pytest.raises(Interrupted):
-        start(a_job, FakeModel(model_folder, FakeEngine(running=4)), job.RunOptions(max_output_tokens=200))
+        slow = FakeEngine(running=4, think=lambda: time.sleep(0.02))  # the feeder reads the file to its end meanwhile
+        start(a_job, FakeModel(model_folder, slow), job.RunOptions(max_output_tokens=400))
+    assert (tmp_path / "out/_batchgen" / name).exists()
     (tmp_path / "out/_batchgen" / name).write_text("{}")
     assert peek(Store(a_job.output.path)).state in ("stopped", "empty")
     assert start(a_job, FakeModel(model_folder))["rows"] == 40
@@ -449,7 +452,7 @@ def test_dying_at_any_storage_operation_loses_and_doubles_nothing(
     tmp_path: Path, model_folder: Path, how: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One job, killed at its 1st, then 2nd, 3rd ... writing operation of a start, until a start gets through."""
-    monkeypatch.setattr("batchgen.lease._process_runs", lambda pid, started: False)  # the "dead" ones were this one
+    monkeypatch.setattr("batchgen.lease.process_runs", lambda pid, started: False)  # the "dead" ones were this one
     a_job = job_of(tmp_path, write_rows(tmp_path, 70), output__format=kind)
     committed: dict[str, bytes] = {}
     for at in range(1, 200):
@@ -490,12 +493,12 @@ def test_kill_9_at_random_times(tmp_path: Path, model_folder: Path) -> None:
     (tmp_path / "job.json").write_text(json.dumps(a_job.to_json()))
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "job.json"), str(model_folder), str(Path(__file__).parent)]
     rng, kills = random.Random(7), 0
-    for _ in range(60):
+    for number in range(60):
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert process.stdout is not None and process.stderr is not None
         process.stdout.readline()
         try:
-            process.wait(timeout=0.4 + rng.random() * 0.6)
+            process.wait(timeout=(0.4 + rng.random() * 0.6) * 1.05**number)  # a busy machine gets more and more time
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

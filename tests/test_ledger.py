@@ -22,8 +22,8 @@ from scripted_job import Job, Witness, arguments, shards
 from batchgen import lease as leases
 from batchgen import parts
 from batchgen.errors import ConfigError, Interrupted, StorageError
-from batchgen.io.files import Store
 from batchgen.io.sinks import ShardResults, build_part, result_schema
+from batchgen.io.stores import Store
 from batchgen.ledger import Ledger, check_same, overwrite, peek, read_job, read_success
 from batchgen.runfolder import INPUTS, JOB, PROOFS, SUCCESS, encode, lease_name, part_name, piece_folder, put_new
 from batchgen.types import Completion, InFlight, RowKey, ShardRange
@@ -412,7 +412,9 @@ def flying(row, *numbers, sample=0):
 def commit(ledger, shard, part_format="parquet", text="t", results=None):
     rows = range(shard.first_row, shard.first_row + shard.num_rows)
     completions = [Completion(RowKey(shard.file, row), 0, ids(row), "stop", None, 2) for row in rows]
-    made = ShardResults(shard, 1, [], completions, [text] * len(rows), np.zeros(len(rows), np.bool_))
+    made = ShardResults(
+        shard, np.array(rows), np.ones(len(rows), int), [], completions, [text] * len(rows), np.zeros(len(rows), bool)
+    )
     schema = result_schema(id_field=None, carried=[], token_ids=True)
     metadata = ledger.part_metadata(shard, made.counters())
     data = build_part(part_format, schema, made, metadata)
@@ -584,7 +586,7 @@ def test_peek_through_a_life(memory):
 def test_status_of_a_finished_run_does_without_heavy_imports(tmp_path):
     Job(Store(str(tmp_path)), Witness()).run()
     code = (
-        "import sys; from batchgen.io.files import Store; from batchgen.ledger import peek; "
+        "import sys; from batchgen.io.stores import Store; from batchgen.ledger import peek; "
         "print(peek(Store(sys.argv[1])).state, sorted({'pyarrow', 'torch', 'fsspec'} & set(sys.modules)))"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]

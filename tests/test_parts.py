@@ -16,8 +16,8 @@ from batchgen import lease as leases
 from batchgen import ledger as ledgers
 from batchgen import pieces
 from batchgen.errors import StorageError
-from batchgen.io.files import Store
 from batchgen.io.sinks import ShardResults, build_part, result_schema
+from batchgen.io.stores import Store
 from batchgen.ledger import Ledger, peek, read_success
 from batchgen.runfolder import INDEX, PROOFS, SUCCESS, encode, index_name, part_name, piece_folder
 from batchgen.types import Completion, InFlight, RowKey, ShardRange
@@ -43,7 +43,9 @@ def start(store, **changed):
 def part_of(ledger, shard, part_format, text="t"):
     rows = range(shard.first_row, shard.first_row + shard.num_rows)
     completions = [Completion(RowKey(shard.file, row), 0, np.array([row], np.int32), "stop", None, 2) for row in rows]
-    made = ShardResults(shard, 1, [], completions, [text] * len(rows), np.zeros(len(rows), np.bool_))
+    made = ShardResults(
+        shard, np.array(rows), np.ones(len(rows), int), [], completions, [text] * len(rows), np.zeros(len(rows), bool)
+    )
     schema = result_schema(id_field=None, carried=[], token_ids=True)
     return build_part(part_format, schema, made, ledger.part_metadata(shard, made.counters())), made.counters()
 

@@ -11,8 +11,8 @@ from scripted_job import arguments, shards
 from batchgen import lease as leases
 from batchgen import pieces
 from batchgen.errors import Interrupted, StorageError
-from batchgen.io.files import Store
 from batchgen.io.sinks import ShardResults, build_part, result_schema
+from batchgen.io.stores import Store
 from batchgen.ledger import Ledger, read_job
 from batchgen.runfolder import piece_folder
 from batchgen.types import Completion, InFlight, RowError, RowKey, ShardRange
@@ -319,6 +319,8 @@ def test_pieces_full_of_rows_that_count_are_left_as_they_are(memory):
 def part_of(ledger, shard):
     rows = range(shard.first_row, shard.first_row + shard.num_rows)
     completions = [Completion(RowKey(shard.file, row), 0, ids(row), "stop", None, 2) for row in rows]
-    made = ShardResults(shard, 1, [], completions, ["t"] * len(rows), np.zeros(len(rows), np.bool_))
+    made = ShardResults(
+        shard, np.array(rows), np.ones(len(rows), int), [], completions, ["t"] * len(rows), np.zeros(len(rows), bool)
+    )
     schema = result_schema(id_field=None, carried=[], token_ids=True)
     return build_part("parquet", schema, made, ledger.part_metadata(shard, made.counters())), made.counters()

@@ -22,8 +22,8 @@ from scripted_job import MORE_FILES, SAMPLES, Job, Witness, arguments, counters,
 
 from batchgen import lease as leases
 from batchgen.errors import ConfigError, Interrupted, StorageError
-from batchgen.io.files import Store
 from batchgen.io.sinks import ShardResults, build_part, result_schema
+from batchgen.io.stores import Store
 from batchgen.ledger import Ledger, overwrite, peek, read_success
 from batchgen.runfolder import (
     SUCCESS,
@@ -75,7 +75,9 @@ def done(row, *numbers):
 def part_of(ledger, shard, text="t", part_format="parquet"):
     rows = range(shard.first_row, shard.first_row + shard.num_rows)
     completions = [Completion(RowKey(shard.file, row), 0, ids(row), "stop", None, 2) for row in rows]
-    made = ShardResults(shard, 1, [], completions, [text] * len(rows), np.zeros(len(rows), np.bool_))
+    made = ShardResults(
+        shard, np.array(rows), np.ones(len(rows), int), [], completions, [text] * len(rows), np.zeros(len(rows), bool)
+    )
     schema = result_schema(id_field=None, carried=[], token_ids=True)
     return build_part(part_format, schema, made, ledger.part_metadata(shard, made.counters())), made.counters()
 
