@@ -180,7 +180,8 @@ class Loop:
             much = collector.open_tokens >= MAX_OPEN_TOKENS or collector.size >= MAX_OPEN_BYTES
             if engine.num_waiting >= MAX_WAITING or (much and engine.has_work):
                 return
-            batch = self._feeder.poll() if engine.has_work or self._writer.busy else self._feeder.get(timeout=0.1)
+            patience = 0.01 if self._writer.busy else 0.1
+            batch = self._feeder.poll() if engine.has_work else self._feeder.get(timeout=patience)
             if batch is None:
                 return
             self._admit(batch)

@@ -307,8 +307,6 @@ REFUSED: dict[str, list[Any]] = {
     "task": ["score", "embed"],
     "model.quantization": ["int8"],
     "model.storage_options": [{"key": "x"}],
-    "input.format": ["csv", "arrow", "text"],
-    "input.where": ["a > 1"],
     "sampling.max_tokens": [0],
     "sampling.repetition_penalty": [1.1],
     "sampling.presence_penalty": [0.5],
