@@ -467,6 +467,7 @@ def ledger(job: Path) -> Iterator[Ledger]:
     )
     shard = ShardRange(0, 0, 0, 2, 0, 5)
     opened.commit_part(shard, b"{}\n{}\n", Counters(rows=2, rows_failed=1, prompt_tokens=1234, output_tokens=50))
+    opened.checkpoint([])
     yield opened
     opened.close()
 
