@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -46,6 +46,7 @@ class RunOptions:
     limit: int | None = None
     must_be_new: bool = False
     overwrite: bool = False
+    extend: bool = False  # take new input files into the run
     max_runtime: float | None = None
     max_output_tokens: int | None = None
     spot: Kind | None = None  # whose notices of interruption are watched
@@ -164,18 +165,24 @@ class _Start:
                 raise
             logger.warning("%s: the input of this finished run is gone; it was not compared", store.url)
             files = []
-        listed = [asdict(file) for file in files]
         _refuse_mixed_folders(spec, files, store)
 
         def prove(number: int) -> str:
             return sources.content_proof(files[number], spec.input.storage_options)
 
+        if not overwrite:  # new files may sort between those that the run has numbered
+            order = ledger.arrange(store, [asdict(file) for file in files], prove)
+            files = [replace(files[i], number=number) for number, i in enumerate(order)]
+        listed = [asdict(file) for file in files]
         if success is not None:
             if self._options.must_be_new:
                 raise ConfigError(f"{store.url}: --must-be-new, but this folder holds a finished run")
             same_model = record is not None and record["spec"]["model"] == spec.to_json()["model"]
             now = fingerprint(spec, None if same_model else self._model_opener(_pinned(spec, record)))
-            ledger.check_same(store, fingerprint=now, inputs=listed or None, prove=prove)
+            extend = self._options.extend
+            if not ledger.check_same(store, fingerprint=now, inputs=listed or None, prove=prove, extend=extend):
+                success = None
+        if success is not None:
             there = set(store.list(recursive=False))
             if gone := [part["name"] for part in success["parts"] if part["name"] not in there]:
                 raise StorageError(
@@ -203,6 +210,7 @@ class _Start:
                 prove=prove,
                 shape={"format": spec.output.format, "shard_rows": spec.output.shard_rows},
                 must_be_new=self._options.must_be_new,
+                extend=self._options.extend,
                 info={"version": __version__, "device": model.device},
             )
             stack.callback(book.close)
