@@ -554,7 +554,7 @@ def wait_for(condition: Callable[[], object], seconds: float = 10.0) -> object:
 
 
 def test_new_files_extend_a_finished_run(tmp_path: Path, model_folder: Path) -> None:
-    """F1: new rows come in by new files and --extend; changed files and inserted rows are refused with the difference."""
+    """F1: new rows come in new files, with --extend; inserted rows are refused with the difference."""
     inputs = tmp_path / "in"
     write_rows(inputs, 20, "b.parquet")
     a_job = job_of(tmp_path, inputs)
