@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from types import FrameType
 from typing import Any
 
+import pyarrow as pa
+
 from batchgen import __version__, ledger
 from batchgen.carry import input_fields
 from batchgen.errors import ConfigError, Interrupted, NoInputError, StorageError
@@ -205,7 +207,8 @@ class _Start:
             book = Ledger.open(
                 store,
                 spec=spec.to_json(),
-                fingerprint=fingerprint(spec, model),
+                # new files can have other types of the columns that are carried over
+                fingerprint=fingerprint(spec, model) | {"columns": {field.name: _kind(field) for field in schema}},
                 inputs=listed,
                 prove=prove,
                 shape={"format": spec.output.format, "shard_rows": spec.output.shard_rows},
@@ -322,6 +325,10 @@ def _refuse_mixed_folders(spec: JobSpec, files: Sequence[InputFile], store: Stor
             raise ConfigError(
                 f"output.path: {store.url} is the folder of an input file, {file.path}; results need one of their own"
             )
+
+
+def _kind(field: pa.Field) -> str:
+    return "JSON text" if field.metadata == sinks.JSON_TEXT else str(field.type)
 
 
 def _check_stop_ids(spec: JobSpec, model: ModelLike) -> None:

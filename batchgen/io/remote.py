@@ -186,6 +186,18 @@ class MemoryDisk(RemoteDisk):
     powers = Powers(create=True, compare=True)
     _lock: ClassVar[threading.RLock] = threading.RLock()
 
+    def ls(self, url: str) -> list[Entry]:
+        with self._lock:
+            return super().ls(url)
+
+    def find(self, url: str) -> list[str]:
+        with self._lock:
+            return super().find(url)
+
+    def stat(self, url: str) -> Entry | None:
+        with self._lock:
+            return super().stat(url)
+
     def create(self, url: str, data: bytes) -> bool:
         with self._lock:
             return super().create(url, data)
