@@ -261,8 +261,10 @@ def test_parts_of_an_unknown_run_are_nobodys(tmp_path: Path, model_folder: Path,
 @pytest.mark.parametrize("name", ["job.json", "inputs/000001.json", "index/00000.json"])
 def test_a_record_that_lost_its_keys_is_written_again(tmp_path: Path, model_folder: Path, name: str) -> None:
     a_job = job_of(tmp_path, write_rows(tmp_path, 40))
+    read = tmp_path / "out/_batchgen/index/00000.json"
+    engine = FakeEngine(running=4, think=lambda: time.sleep(0 if read.exists() else 0.05))
     with pytest.raises(Interrupted):
-        start(a_job, FakeModel(model_folder, FakeEngine(running=4)), job.RunOptions(max_output_tokens=200))
+        start(a_job, FakeModel(model_folder, engine), job.RunOptions(max_output_tokens=200))
     (tmp_path / "out/_batchgen" / name).write_text("{}")
     assert peek(Store(a_job.output.path)).state in ("stopped", "empty")
     assert start(a_job, FakeModel(model_folder))["rows"] == 40
