@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+import shutil
 from pathlib import Path
 
 import fsspec
 import pytest
 from fakes import CHATML, byte_tokenizer
-from faults import Fault
+from faults import Died, Fault
 from history import History, Reference, ended, feed_inline, let_the_dead_be_dead, make_job, uninterrupted, write_inputs
+from powercut import PowerCut
+
+from batchgen.io.files import Store
 
 FORMATS = ("parquet", "jsonl")
 
@@ -52,4 +58,92 @@ def test_a_fault_at_any_storage_operation(
             return
         history.start()
         history.check_end()
+    raise AssertionError("the job never ended")
+
+
+# -- power cuts --------------------------------------------------------------------------------------------------------
+
+KEPT = {"nothing more": 0.0, "some more": 0.5, "nearly everything": 0.9}  # of what was not fsynced
+
+
+def test_what_the_disk_acknowledged_outlives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each operation of a store, cut off at each system call: before it is acknowledged the old or the new, then the
+    new; and never anything torn under a name of ours."""
+    work = [
+        ("create", "a/b/one", b"one" * 9),
+        ("create", "a/b/one", b"other"),
+        ("create", "a/two", b"two" * 9),
+        ("replace", "a/two", b"second" * 9),
+        ("replace", "three", b"three" * 9),
+        ("delete", "a/b/one"),
+        ("create", "a/b/one", b"again" * 9),
+        ("delete", "three"),
+    ]
+    chance = random.Random(0)
+    for at in range(1, 1000):
+        for after, share in itertools.product((False, True), KEPT.values()):
+            folder = tmp_path / f"{at}-{after}-{share}"
+            disk = PowerCut(folder, at, after)
+            promised: dict[str, bytes] = {}
+            doing: tuple[str, bytes | None] | None = None
+            with monkeypatch.context() as patch:
+                disk.install(patch)
+                store = Store(str(folder))
+                try:
+                    for operation, name, *data in work:
+                        doing = (name, data[0] if data else None)
+                        answer = getattr(store, operation)(name, *data)
+                        if operation == "delete":
+                            promised.pop(name, None)
+                        elif answer is not False:
+                            promised[name] = data[0]
+                        doing = None
+                except Died:
+                    pass
+            found = Store(str(disk.after(tmp_path / "next", lambda share=share: chance.random() < share)))
+            there = {name: found.read(name) for name in found.list()}
+            if doing is not None and there.get(doing[0]) == doing[1]:  # nobody knew yet
+                promised.pop(doing[0], None)
+                there.pop(doing[0], None)
+            assert there == promised, f"cut {'after' if after else 'before'} call {at}, in {doing}"
+            shutil.rmtree(tmp_path / "next")
+        if not disk.met:
+            assert at > 40
+            return
+    raise AssertionError("the work never ended")
+
+
+@pytest.mark.parametrize("part_format", FORMATS)
+@pytest.mark.parametrize("kept", KEPT)
+def test_a_power_cut_at_any_system_call(
+    tmp_path: Path,
+    inputs: Path,
+    model_folder: Path,
+    references: dict[str, Reference],
+    monkeypatch: pytest.MonkeyPatch,
+    kept: str,
+    part_format: str,
+) -> None:
+    """A job loses power twice, the second time when it had gone on from what the first time left of it."""
+    chance, out = random.Random(f"{kept} {part_format}"), tmp_path / "out"
+    for first in range(1, 2000, 11):
+        history = History(make_job(inputs, str(out), part_format), model_folder, references[part_format])
+        for again, at in enumerate((first, chance.randrange(1, 150))):
+            disk = PowerCut(out, at, after=chance.random() < 0.5)
+            with monkeypatch.context() as patch:
+                disk.install(patch)
+                failed = ended(history.start)
+            disk.after(tmp_path / "next", lambda: chance.random() < KEPT[kept])
+            shutil.rmtree(out)
+            (tmp_path / "next").rename(out)
+            history.check()
+            if failed is None:
+                break
+        if failed is not None:
+            history.start()
+        history.check_end()
+        shutil.rmtree(out)
+        if not again and failed is None:
+            assert first > 100
+            return
     raise AssertionError("the job never ended")
