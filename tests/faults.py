@@ -98,6 +98,7 @@ class Fault:
         self.how, self.at, self.where = how, at, where
         self.count = 0
         self.dead = False
+        self.call: Call | None = None  # that was met
         self._lock = threading.Lock()
 
     @property
@@ -112,6 +113,7 @@ class Fault:
                 done = do()
                 self._live()
                 return done
+            self.call = call
             return self._happen(call, do)
 
     def _live(self) -> None:

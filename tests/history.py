@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import io
 import json
+import multiprocessing
+import os
+import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +24,7 @@ import orjson
 import pyarrow.parquet as pq
 import pytest
 from fakes import FIRST_LETTER, FakeEngine, FakeModel
-from faults import Call, Died, Do, MeddledStore, kind_of
+from faults import Call, Died, Do, Fault, MeddledStore, kind_of
 
 from batchgen import feeder, job, spec
 from batchgen.errors import BatchgenError
@@ -143,6 +147,14 @@ class History:
         self._lock = threading.Lock()
         self.points: Counter[str] = Counter()  # storage operations that were met
         self.output_tokens = 0  # of all engines
+        self._journal: Path | None = None  # where a process that may be killed writes what was promised to it
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.Lock()
 
     # -- one start
 
@@ -173,6 +185,31 @@ class History:
         finally:
             self.output_tokens += model._engine.output_tokens
 
+    def start_process(self, journal: Path, **settings: Any) -> multiprocessing.process.BaseProcess:
+        """`start` in a process of its own, which may be killed; `end_process` learns what had been promised to it."""
+        self.voice = min(self.voice + 1, 25)
+        self._journal = journal
+        process = _processes().Process(target=_start_here, args=(self, settings))
+        process.start()
+        return process
+
+    def end_process(self, process: multiprocessing.process.BaseProcess) -> int:
+        """Its exit code."""
+        process.join(60)
+        assert self._journal is not None and process.exitcode is not None, "the process does not end"
+        for line in self._journal.read_bytes().splitlines() if self._journal.exists() else ():
+            for *place, finished, tokens in json.loads(line):
+                self._saved[RowKey(*place[:2]), place[2]] = (finished, tokens)
+        self._journal.unlink(missing_ok=True)
+        self._journal = None
+        return process.exitcode
+
+    def _write_down(self, saved: dict[Sample, tuple[bool, list[int]]]) -> None:
+        if self._journal is not None:
+            line = [[*key, sample, *state] for (key, sample), state in saved.items()]
+            with open(self._journal, "ab", buffering=0) as file:
+                file.write(orjson.dumps(line) + b"\n")
+
     def store(self) -> Store:
         return Store(self.job.output.path, self.job.output.storage_options)
 
@@ -190,6 +227,7 @@ class History:
                     assert self._parts.setdefault(call.name, call.data) == call.data, f"{call.name} was created twice"
                 if kind_of(call.name) == "piece":
                     self._saved |= shown
+                    self._write_down(shown)
         return answer
 
     def given(self, request: Request) -> None:
@@ -266,6 +304,32 @@ class History:
         if row["error"] is None:
             kept = tokens[:-1] if row["finish_reason"] == "stop" else tokens
             assert row["text"] == "".join(chr(token - FIRST_LETTER + 97) for token in kept)
+
+
+def _processes() -> Any:
+    """Processes forked from one that has imported everything: they start at once."""
+    context = multiprocessing.get_context("forkserver")
+    here = os.path.dirname(os.path.abspath(__file__))
+    if here not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(here), here, os.environ.get("PYTHONPATH", "")])
+    context.set_forkserver_preload(["history"])
+    return context
+
+
+def _start_here(history: History, settings: dict[str, Any]) -> None:
+    """A process's whole life: one start, which `settings` makes meet a fault, take its time or read like a real one."""
+    sys.stderr = open(os.devnull, "w")
+    with pytest.MonkeyPatch.context() as patch:
+        if not settings.pop("real_feeder", False):
+            feed_inline(patch)
+        history.voice -= 1
+        pause = settings.pop("pause", 0.0)
+        point, at, how = settings.pop("fault", ("", 0, Fault.KILLS[0]))
+        fault = Fault(how, at, lambda call: call.point == point)
+        try:
+            history.start(fault, think=lambda: time.sleep(pause), **settings)
+        except BatchgenError as error:
+            os._exit(error.exit_code)
 
 
 def _bound(meet: Callable[[Call, Do], Any], call: Call, do: Do) -> Do:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 import random
 import shutil
+import signal
 from pathlib import Path
 
 import fsspec
 import pytest
 from fakes import CHATML, byte_tokenizer
-from faults import Died, Fault
+from faults import WRITES, Died, Fault
 from history import History, Reference, ended, feed_inline, let_the_dead_be_dead, make_job, uninterrupted, write_inputs
 from powercut import PowerCut
 
+from batchgen.errors import StorageError
 from batchgen.io.files import Store
 
 FORMATS = ("parquet", "jsonl")
@@ -36,22 +38,29 @@ def references(tmp_path_factory: pytest.TempPathFactory, inputs: Path, model_fol
 
 
 @pytest.fixture(autouse=True)
-def in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def inline(monkeypatch: pytest.MonkeyPatch) -> None:
     feed_inline(monkeypatch)
+
+
+@pytest.fixture
+def dead(monkeypatch: pytest.MonkeyPatch) -> None:
     let_the_dead_be_dead(monkeypatch)
 
 
 @pytest.mark.parametrize("part_format", FORMATS)
 @pytest.mark.parametrize("how", Fault.HOWS)
 def test_a_fault_at_any_storage_operation(
-    inputs: Path, model_folder: Path, references: dict[str, Reference], how: str, part_format: str
+    inputs: Path, model_folder: Path, references: dict[str, Reference], dead: None, how: str, part_format: str
 ) -> None:
     """One fault at the n-th operation of a start, reads too, for every n; then the same command again."""
     for at in range(1, 1000):
         fsspec.filesystem("memory").store.clear()
         history = History(make_job(inputs, "memory://run", part_format), model_folder, references[part_format])
         fault = Fault(how, at)
-        ended(lambda: history.start(fault))  # noqa: B023 - called at once
+        end = ended(lambda: history.start(fault))  # noqa: B023 - called at once
+        assert end is None or isinstance(end, Died if how.startswith("dies") else StorageError)
+        if how == "is done but not acknowledged" and fault.call is not None and fault.call.operation == "create":
+            assert end is None, f"{fault.call.point} was done, and the run ended"  # it is read back
         complete = history.check()
         if complete and not fault.met:
             assert at > 60
@@ -121,6 +130,7 @@ def test_a_power_cut_at_any_system_call(
     model_folder: Path,
     references: dict[str, Reference],
     monkeypatch: pytest.MonkeyPatch,
+    dead: None,
     kept: str,
     part_format: str,
 ) -> None:
@@ -147,3 +157,49 @@ def test_a_power_cut_at_any_system_call(
             assert first > 100
             return
     raise AssertionError("the job never ended")
+
+
+# -- kill -9 -----------------------------------------------------------------------------------------------------------
+
+POINTS = {
+    f"create {kind}" for kind in ("job", "inputs", "epoch", "index", "piece", "part", "_SUCCESS")
+} | {"replace lease", "delete piece"}
+
+
+@pytest.mark.parametrize("part_format", FORMATS)
+def test_kill_9_at_every_point(
+    tmp_path: Path, inputs: Path, model_folder: Path, references: dict[str, Reference], part_format: str
+) -> None:
+    """A process is killed before and after each kind of write, at the first and at a later one of its kind."""
+    whole = History(make_job(inputs, f"{tmp_path}/whole", part_format), model_folder, references[part_format])
+    whole.start()
+    points = {point: count for point, count in whole.points.items() if point.split()[0] in WRITES}
+    assert points.keys() >= POINTS
+    for (point, count), how in itertools.product(points.items(), Fault.KILLS):
+        out = f"{tmp_path}/{point} {how}"
+        history = History(make_job(inputs, out, part_format), model_folder, references[part_format])
+        for at in sorted({1, (count + 1) // 2}):
+            killed = history.start_process(tmp_path / "journal", fault=(point, at, how))
+            code = history.end_process(killed)
+            assert code == -signal.SIGKILL or (code == 0 and at > 1), f"{point} {at} {how}"
+            history.check()
+        history.start()
+        history.check_end()
+
+
+def test_kill_9_at_random_times(
+    tmp_path: Path, inputs: Path, model_folder: Path, references: dict[str, Reference]
+) -> None:
+    """With the real feeder process, again and again until a start gets through."""
+    chance, kills, code = random.Random(7), 0, -signal.SIGKILL
+    history = History(make_job(inputs, f"{tmp_path}/out"), model_folder, references["parquet"])
+    while code == -signal.SIGKILL:
+        process = history.start_process(tmp_path / "journal", real_feeder=True, pause=0.02, running=4, pace=2)
+        process.join(0.4 + 0.5 * chance.random())
+        process.kill()
+        code = history.end_process(process)
+        kills += code == -signal.SIGKILL
+        assert kills < 40, "no progress under kills"
+        history.check()
+    assert code == 0 and kills
+    history.check_end()
