@@ -9,8 +9,8 @@ import numpy as np
 
 from batchgen.collector import texts
 from batchgen.errors import ConfigError
-from batchgen.job import noise_key
 from batchgen.loader import Model
+from batchgen.loop import noise_key
 from batchgen.prompts import PromptBuilder
 from batchgen.spec import EngineSpec, ModelSpec, PromptSpec, SamplingSpec, validated
 from batchgen.types import Completion, Request, RowKey
@@ -68,4 +68,4 @@ class Engine:
 
     def text(self, completion: Completion, *, include_stop: bool = False) -> str:
         """A completion's text, cut before what stopped it."""
-        return texts([completion], self.tokenizer, include_stop=include_stop, skip_special=True)[0]
+        return texts([completion], self.tokenizer, keeps_stop=[include_stop], skip_special=True)[0]

@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 
@@ -153,6 +153,11 @@ def cli() -> None:
     "--max-runtime", metavar="DURATION", callback=_duration, help="Save and exit 75 after this time, such as 3h."
 )
 @click.option("--max-output-tokens", type=click.IntRange(1), help="Save and exit 75 after that many output tokens.")
+@click.option(
+    "--spot",
+    type=click.Choice(["aws", "gcp", "azure", "auto"]),
+    help="Save and exit 75 when this cloud announces that it takes the machine away; auto finds out which one it is.",
+)
 def run(
     job: str,
     params: dict[str, str],
@@ -163,6 +168,7 @@ def run(
     yes: bool,
     max_runtime: float | None,
     max_output_tokens: int | None,
+    spot: Literal["aws", "gcp", "azure", "auto"] | None,
 ) -> None:
     """Run JOB, or go on with it where it was stopped.
 
@@ -185,6 +191,7 @@ def run(
             overwrite=overwrite,
             max_runtime=max_runtime,
             max_output_tokens=max_output_tokens,
+            spot=spot,
         )
         _print_json(jobs.run(spec, options))
     except KeyboardInterrupt:

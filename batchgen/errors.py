@@ -74,8 +74,8 @@ class StorageError(BatchgenError):
 class Interrupted(BatchgenError):
     """Stopped before the end with progress saved: run the same command again.
 
-    `reason` is "signal", "limit", "locked", "fenced", "feeder", "device" or "stalled"; programs read it from the last
-    line of standard output.
+    `reason` is "signal", "spot", "limit", "locked", "fenced", "feeder", "device" or "stalled"; programs read it from
+    the last line of standard output.
     """
 
     exit_code = ExitCode.INTERRUPTED

@@ -48,8 +48,11 @@ import signal, sys
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, signal.SIG_IGN)
 sys.path[:] = sys.argv[4:]
+pipe, state, parent = map(int, sys.argv[1:4])
+from batchgen.lifeline import die_with
+die_with(parent)
 from batchgen.feeder_child import child_main
-child_main(*map(int, sys.argv[1:4]))
+child_main(pipe, state)
 """
 
 
@@ -131,7 +134,7 @@ class Feeder:
         if batch.end is not None and not batch.cut_off:
             self._task.done.setdefault(batch.file, {})[batch.shard] = batch.end
         if batch.num_rows:
-            self._task = replace(self._task, resume=(batch.file, batch.first_row + batch.num_rows))
+            self._task = replace(self._task, resume=(batch.file, int(batch.rows[-1]) + 1))
         if batch.last_of_file:
             self._task = replace(self._task, resume=(batch.file + 1, 0))
 
@@ -173,15 +176,25 @@ class _Child:
             )
         finally:
             os.close(writer)
+        try:
+            self._give(task)
+            self._watched = psutil.Process(self._process.pid)
+            self._progress = -1
+            self._busy_since = 0.0
+            self._looked = 0.0
+            self._thread = threading.Thread(target=self._empty_pipe, name="feeder-pipe", daemon=True)
+            self._thread.start()
+        except BaseException:  # a signal
+            self._process.kill()
+            self._process.wait()
+            raise
+
+    def _give(self, task: Task) -> None:
+        """The task; the pipe it goes through stays open, because its end tells the child that we are gone."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:  # a dead child is seen by its pipe
-            pickle.dump(task, stdin)
-        self._watched = psutil.Process(self._process.pid)
-        self._progress = -1
-        self._busy_since = 0.0
-        self._looked = 0.0
-        self._thread = threading.Thread(target=self._empty_pipe, name="feeder-pipe", daemon=True)
-        self._thread.start()
+        with contextlib.suppress(BrokenPipeError):  # a dead child is seen by its pipe
+            pickle.dump(task, self._process.stdin)
+            self._process.stdin.flush()
 
     def _empty_pipe(self) -> None:
         try:
@@ -235,6 +248,9 @@ class _Child:
         self._closing = True
         self._process.kill()
         self._process.wait()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         self._thread.join()  # the dead child's pipe ends, and a full queue is given up
         self._pipe.close()
         self._state.close()

@@ -6,7 +6,6 @@ import contextlib
 import mmap
 import os
 import pickle
-import signal
 import sys
 import tempfile
 import traceback
@@ -21,13 +20,14 @@ import pyarrow as pa
 
 from batchgen import errors, templates
 from batchgen.carry import Carrier, InputFields
-from batchgen.errors import BatchgenError, InvalidRow
+from batchgen.errors import BatchgenError, ConfigError, InvalidRow
 from batchgen.io import sources
 from batchgen.io.files import InputFile
+from batchgen.lifeline import die_with_input
 from batchgen.prompts import Draft, Prompt, PromptBuilder
 from batchgen.spec import JobSpec
 from batchgen.tokenizer import Tokenizer
-from batchgen.types import NO_TOKENS, RowError, ShardRange, TokenIds
+from batchgen.types import NO_TOKENS, RowError, SamplingParams, ShardRange, TokenIds
 
 BIG_TEXT = 64 << 10  # longer prompts are encoded one by one, so that a slow one is known
 RENDER_MEMORY = 1 << 30  # bytes that rendering a chunk's rows may take on top
@@ -38,17 +38,18 @@ _Out = TypeVar("_Out")
 
 @dataclass(slots=True, eq=False)
 class RowBatch:
-    """Consecutive rows of one shard, ready for the engine. Row i's prompt is token_ids[offsets[i] : offsets[i + 1]].
+    """Rows of one shard in order, ready for the engine. Row i's prompt is token_ids[offsets[i] : offsets[i + 1]].
 
-    A row in `errors` (its place in the batch, a row code, a message) has no tokens. `carried` has num_rows rows: the id
-    where the job names an id column, then the carried columns. `end` is set with a shard's last rows; `cut_off` says
-    that it is the job's limit that ends the shard, not the input.
+    `rows` are their numbers in the file; those between that are missing were filtered out. A row in `errors` (its
+    place in the batch, a row code, a message) has no tokens. `carried` has num_rows rows: the id where the job names an
+    id column, then the carried columns. `params` are the rows' own sampling parameters; None where all have the job's.
+    `end` is set with a shard's last rows (there may be none); `cut_off` says that it is the job's limit that ends the
+    shard, not the input.
     """
 
     file: int
     shard: int
-    first_row: int
-    num_rows: int
+    rows: npt.NDArray[np.int64]  # (num_rows,)
     token_ids: TokenIds  # (num_tokens,)
     offsets: npt.NDArray[np.int64]  # (num_rows + 1,)
     truncated: npt.NDArray[np.bool_]  # (num_rows,)
@@ -56,14 +57,21 @@ class RowBatch:
     carried: pa.RecordBatch
     end: ShardRange | None
     last_of_file: bool
+    params: list[SamplingParams] | None = None
     has_id: bool = False
     cut_off: bool = False
     share: float = 1.0  # of the file that is read, from 0 to 1
 
     @property
+    def num_rows(self) -> int:
+        return len(self.rows)
+
+    @property
     def next_row(self) -> int:
-        """The row after this batch, and after the shard that it ends."""
-        return self.end.first_row + self.end.num_rows if self.end is not None else self.first_row + self.num_rows
+        """The row after this batch, and after the shard that it ends; 0 where it says nothing of it."""
+        if self.end is not None:
+            return self.end.first_row + self.end.num_rows
+        return int(self.rows[-1]) + 1 if self.num_rows else 0
 
     def noise_names(self) -> list[str]:
         """What the rows' random draws are named after: their ids, or their places where these are none, or no text."""
@@ -71,7 +79,7 @@ class RowBatch:
         if self.has_id:
             with contextlib.suppress(pa.ArrowException, UnicodeDecodeError):  # a list, a struct, binary data
                 ids = self.carried.column(0).cast(pa.string()).to_pylist()
-        return [f"{self.file}:{self.first_row + i}" if name is None else name for i, name in enumerate(ids)]
+        return [f"{self.file}:{row}" if name is None else name for row, name in zip(self.rows, ids, strict=True)]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Arrow pickles a slice with all that it is a slice of; its own stream format does not."""
@@ -148,12 +156,15 @@ class State:
         os.close(self.descriptor)
 
 
-def child_main(pipe: int, state: int, parent: int) -> None:
+def child_main(pipe: int, state: int) -> None:
     """The child process's whole life. The parent's signals to stop are not for it: it is stopped by its parent."""
-    _die_with(parent)
     with contextlib.suppress(OSError):
         os.nice(19)
-    task: Task = pickle.load(sys.stdin.buffer)
+    try:
+        task: Task = pickle.load(sys.stdin.buffer)
+    except (EOFError, pickle.UnpicklingError):  # the parent is gone
+        os._exit(0)
+    die_with_input()
     connection = Connection(pipe, readable=False)
     try:
         for batch in Worker(task, State(state)).run():
@@ -182,16 +193,6 @@ def child_main(pipe: int, state: int, parent: int) -> None:
         )
     # no clean-up is needed, and a thread of some store's client must not keep the process
     os._exit(0)
-
-
-def _die_with(parent: int) -> None:
-    """Where the system can: a parent that is killed takes its child along at once, not at the next full pipe."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(0)
 
 
 def _send(connection: Connection, message: tuple[str, Any]) -> None:
@@ -230,36 +231,42 @@ class Worker:
 
     def _file(self, file: InputFile, kind: str, limit: int | None) -> Iterator[RowBatch]:
         """The file's batches, of its first `limit` rows."""
-        task, spec = self.task, self.task.spec
+        task = self.task
         delivered = task.resume[1] if file.number == task.resume[0] else 0
-        shard, shard_start = -1, 0
-        for chunk in sources.read_shards(
-            file,
-            kind,
-            columns=self._columns(file, kind),
-            shard_rows=None if spec.output.shard_rows == "auto" else spec.output.shard_rows,
-            done=task.done.get(file.number, {}),
-            storage_options=spec.input.storage_options,
-        ):
-            if not chunk.rows:
-                yield self._batch(file, chunk)
-                continue
-            first, end = chunk.rows[0].number, chunk.rows[-1].number + 1
-            if limit is not None and first >= limit:
+        begun: tuple[int, int] | None = None  # the shard whose end is still to come, and its first row
+        for chunk in read_chunks(task.spec, file, kind, self._columns(file, kind), task.done.get(file.number, {})):
+            numbers = [row.number for row in chunk.rows]
+            if limit is not None and chunk.shard not in task.done.get(file.number, {}):
+                end = chunk.end.first_row + chunk.end.num_rows if chunk.end else numbers[-1] + 1 if numbers else 0
+                if end > limit or (end == limit and chunk.end is None):
+                    last = self._cut(file, chunk, begun, limit)
+                    if last is not None:
+                        batch = self._batch(file, _from(last, delivered))
+                        batch.cut_off = True
+                        yield batch
+                    return
+            if not numbers or numbers[-1] >= delivered:
+                yield self._batch(file, _from(chunk, delivered))
+            if chunk.end is not None:
+                begun = None
+            elif numbers and begun is None:
+                begun = chunk.shard, numbers[0]
+            if limit is not None and chunk.end is not None and chunk.end.first_row + chunk.end.num_rows >= limit:
                 return
-            if chunk.shard != shard:
-                shard, shard_start = chunk.shard, first
-            cut_off = limit is not None and (end > limit or (end == limit and chunk.end is None))
-            rows = slice(max(0, delivered - first), limit - first if limit is not None and cut_off else None)
-            part = _part(chunk, rows)
-            if limit is not None and cut_off:
-                part.end, part.last = ShardRange(file.number, shard, shard_start, limit - shard_start, 0, 0), False
-            if part.rows:
-                batch = self._batch(file, part)
-                batch.cut_off = cut_off
-                yield batch
-            if limit is not None and end >= limit:
-                return
+
+    @staticmethod
+    def _cut(file: InputFile, chunk: sources.Chunk, begun: tuple[int, int] | None, limit: int) -> sources.Chunk | None:
+        """The chunk's rows up to the limit, as the end of the shard; None where the limit leaves nothing of it."""
+        count = sum(row.number < limit for row in chunk.rows)
+        if count:
+            shard, first = begun or (chunk.shard, chunk.rows[0].number)
+        elif begun is None:
+            return None
+        else:
+            shard, first = begun
+        batch = None if chunk.batch is None else chunk.batch.slice(0, count)
+        end = ShardRange(file.number, shard, first, limit - first, 0, 0)
+        return sources.Chunk(shard, chunk.rows[:count], end, False, batch, chunk.share)
 
     def _columns(self, file: InputFile, kind: str) -> list[str] | None:
         """The columns to read; None reads all, as a format without columns has to anyway."""
@@ -278,8 +285,7 @@ class Worker:
         return RowBatch(
             file=file.number,
             shard=chunk.shard,
-            first_row=chunk.rows[0].number if chunk.rows else 0,
-            num_rows=len(chunk.rows),
+            rows=np.array([row.number for row in chunk.rows], np.int64),
             token_ids=np.concatenate(ids) if ids else NO_TOKENS,
             offsets=offsets,
             truncated=np.array([isinstance(prompt, Prompt) and prompt.truncated for prompt in prompts], np.bool_),
@@ -347,8 +353,48 @@ class Worker:
             return InvalidRow("internal", f"{type(error).__name__}: {error}")
 
 
-def _part(chunk: sources.Chunk, rows: slice) -> sources.Chunk:
-    """Some of a chunk's rows."""
-    start, stop, _ = rows.indices(len(chunk.rows))
-    batch = None if chunk.batch is None else chunk.batch.slice(start, max(0, stop - start))
-    return sources.Chunk(chunk.shard, chunk.rows[rows], chunk.end, chunk.last, batch, chunk.share)
+def _from(chunk: sources.Chunk, first: int) -> sources.Chunk:
+    """The chunk without its rows before row `first`."""
+    start = sum(row.number < first for row in chunk.rows)
+    if not start:
+        return chunk
+    batch = None if chunk.batch is None else chunk.batch.slice(start)
+    return sources.Chunk(chunk.shard, chunk.rows[start:], chunk.end, chunk.last, batch, chunk.share)
+
+
+def read_chunks(
+    spec: JobSpec, file: InputFile, kind: str, columns: Sequence[str] | None, done: Mapping[int, ShardRange | None]
+) -> Iterator[sources.Chunk]:
+    """The rows of an input file as the job cuts them into shards, without the shards in `done`."""
+    return sources.read_shards(
+        file,
+        kind,
+        columns=columns,
+        shard_rows=None if spec.output.shard_rows == "auto" else spec.output.shard_rows,
+        done=done,
+        storage_options=spec.input.storage_options,
+    )
+
+
+def carried_again(
+    spec: JobSpec,
+    file: InputFile,
+    kind: str,
+    fields: InputFields,
+    shard: ShardRange,
+    earlier: Mapping[int, ShardRange | None],
+) -> list[pa.RecordBatch]:
+    """The carried columns of a shard's rows, read once more; `earlier` are the shards before it in its file."""
+    columns = None if sources.schema(file, kind, spec.input.storage_options) is None else list(fields.names)
+    carrier = Carrier(fields)
+    batches = []
+    for chunk in read_chunks(spec, file, kind, columns, earlier):
+        if chunk.shard != shard.shard:
+            break
+        if chunk.rows:
+            batches.append(carrier.take(chunk)[0])
+        if chunk.end is not None:
+            if chunk.end != shard:
+                break
+            return batches
+    raise ConfigError(f"{file.path}: shard {shard.shard} is not what it was when it was read: the input has changed")

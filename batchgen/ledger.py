@@ -47,6 +47,15 @@ __all__ = ["Ledger", "RunStatus", "check_same", "overwrite", "peek", "read_job",
 _Parts = dict[tuple[int, int], PartProof | None]  # (file, shard): its proof; None: committed, its rows not known
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A part that stands in the folder: `ours`, or another worker's of the same rows."""
+
+    name: str
+    proof: PartProof
+    ours: bool
+
+
 class Ledger:
     """A run folder opened by the worker that holds it. Made by `Ledger.open`."""
 
@@ -172,6 +181,10 @@ class Ledger:
 
     def commit_part(self, shard: ShardRange, data: bytes, counters: Counters) -> bool:
         """Create the part of a shard, which commits it. False where another worker's stands there: ours is dropped."""
+        return self.acknowledge(self.write_part(shard, data, counters))
+
+    def write_part(self, shard: ShardRange, data: bytes, counters: Counters) -> Written:
+        """The storage work of a commit; may run in another thread. To be acknowledged in this one."""
         name = part_name(shard.file, shard.shard, self.shape["format"])
         proof = self._proof(name, data, shard, counters)
         self._lease.check()
@@ -180,9 +193,21 @@ class Ledger:
             standing = self._store.read(name)
             proof = self._proof(name, standing, shard, None)
             logger.warning("%s was committed by another worker; it stands", self._store.path(name))
-        self._know(name, proof)
-        self._pieces.committed(shard)
-        return ours
+        return Written(name, proof, ours)
+
+    def acknowledge(self, written: Written) -> bool:
+        """Count a part that is written, and forget what is kept of its rows. False where it is another worker's."""
+        self._know(written.name, written.proof)
+        self._pieces.committed(written.proof.shard)
+        return written.ours
+
+    def pieces_of(self, shard: ShardRange) -> list[str]:
+        """The pieces that hold rows of an open shard."""
+        return self._pieces.names_of(shard)
+
+    def read_back(self, shard: ShardRange, names: Sequence[str]) -> dict[tuple[int, int], Completion]:
+        """The finished samples of a shard in these pieces, by row and sample; may run in another thread."""
+        return self._pieces.read_back(shard, names)
 
     def _proof(self, name: str, data: bytes, shard: ShardRange, counters: Counters | None) -> PartProof:
         """The proof of a whole part, compared with the shard it is for."""

@@ -202,6 +202,26 @@ class Pieces:
         """What earlier starts left of this sample, once: finished, begun, or nothing."""
         return self.restored.pop((key.file, key.row, sample), None)
 
+    def names_of(self, shard: ShardRange) -> list[str]:
+        """The pieces that hold rows of an open shard, oldest first."""
+        stop = shard.first_row + shard.num_rows
+        return sorted(
+            name
+            for name, files in self._rows.items()
+            if (rows := files.get(shard.file)) is not None and ((rows >= shard.first_row) & (rows < stop)).any()
+        )
+
+    def read_back(self, shard: ShardRange, names: Iterable[str]) -> dict[tuple[int, int], Completion]:
+        """The finished samples of a shard in these pieces, by row and sample. Safe to call from another thread."""
+        place = {shard.file: _bounds([shard])}
+        found: dict[tuple[int, int], Completion] = {}
+        for name in names:
+            batch = self._read(name)
+            if batch is not None:
+                entries = _entries(batch.filter(pa.array(_within(batch, place))))
+                found |= {entry.key[1:]: entry.finished for entry in entries if entry.finished is not None}
+        return found
+
     # writing
 
     def record(self, completion: Completion) -> None:
@@ -301,18 +321,24 @@ def _bounds(shards: Iterable[ShardRange]) -> npt.NDArray[np.int64]:
     return np.array(sorted((s.first_row, s.first_row + s.num_rows) for s in shards), np.int64).reshape(-1, 2)
 
 
+def _within(batch: pa.RecordBatch, bounds: Mapping[int, npt.NDArray[np.int64]]) -> npt.NDArray[np.bool_]:
+    """Which rows of a piece lie within the shards of these bounds."""
+    files, rows = batch.column("file").to_numpy(), batch.column("row").to_numpy()
+    is_within = np.zeros(len(rows), np.bool_)
+    for file in np.unique(files).tolist():
+        shards = bounds.get(file)
+        if shards is not None and len(shards):
+            own = files == file
+            at = np.searchsorted(shards[:, 0], rows[own], side="right") - 1
+            is_within[own] = (at >= 0) & (rows[own] < shards[at, 1])
+    return is_within
+
+
 def _open_rows(
     batch: pa.RecordBatch, bounds: Mapping[int, npt.NDArray[np.int64]]
 ) -> tuple[dict[int, npt.NDArray[np.int64]], pa.RecordBatch]:
     """The rows of a piece that are in no part yet: their numbers by file, and the piece reduced to them."""
-    files, rows = batch.column("file").to_numpy(), batch.column("row").to_numpy()
-    is_open = np.ones(len(rows), np.bool_)
-    for file in np.unique(files).tolist():
-        committed = bounds.get(file)
-        if committed is not None and len(committed):
-            own = files == file
-            at = np.searchsorted(committed[:, 0], rows[own], side="right") - 1
-            is_open[own] = (at < 0) | (rows[own] >= committed[at, 1])
+    is_open = ~_within(batch, bounds)
     left = batch if is_open.all() else batch.filter(pa.array(is_open))
-    files, rows = files[is_open], rows[is_open]
+    files, rows = left.column("file").to_numpy(), left.column("row").to_numpy()
     return {file: np.unique(rows[files == file]) for file in np.unique(files).tolist()}, left

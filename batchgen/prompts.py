@@ -208,7 +208,7 @@ class PromptBuilder:
         bos = self._tokenizer.bos_token
         if bos and self._tokenizer.adds_bos:  # the tokenizer writes it, once
             text = text.removeprefix(bos).removeprefix(bos[0] + mark + bos[1:])
-        if not text:
+        if not text and not (self._spec.allow_empty and self._tokenizer.adds_bos):
             raise InvalidRow("empty_prompt", "the prompt is empty")
         return Draft(text, mark)
 

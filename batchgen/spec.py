@@ -175,6 +175,11 @@ class PromptSpec(Section):
         description="literal encodes a control token's text inside data as ordinary text, so that no row can forge a "
         "turn; allow encodes it as the control token.",
     )
+    allow_empty: bool = Field(
+        default=False,
+        description="true takes an empty text for a prompt where the tokenizer begins every prompt with a token (BOS); "
+        "elsewhere it has no tokens and stays a row error.",
+    )
     too_long: Literal["error", "truncate_left", "truncate_right", "truncate_middle"] = Field(
         default="error",
         description="What happens to a prompt that leaves no room for an answer: a row error, or tokens are dropped at "
@@ -375,6 +380,11 @@ class ErrorsSpec(Section):
     )
     retries: kinds.Natural = Field(
         default=2, description="More tries for a read or write of the output store that fails, with growing pauses."
+    )
+    stall_timeout: kinds.Duration | None = Field(
+        default=900.0,
+        description="A run in which nothing moves for so long writes all stacks to standard error and ends with exit "
+        "code 75, its progress saved as far as that is possible; null waits for ever.",
     )
     row_timeout: kinds.Duration | None = Field(default=None, description="Longest time for one row; null is none.")
 

@@ -200,7 +200,8 @@ class Job:
     def commit(self, shard: ShardRange) -> None:
         done = [self.results.pop(sample) for sample in self.samples(shard)]
         texts = [f"text {one.key.row}" for one in done]
-        results = ShardResults(shard, SAMPLES, [], done, texts, np.zeros(shard.num_rows, np.bool_))
+        rows = np.arange(shard.first_row, shard.first_row + shard.num_rows)
+        results = ShardResults(shard, rows, np.full(len(rows), SAMPLES), [], done, texts, np.zeros(len(rows), np.bool_))
         counters = results.counters()
         metadata = self.ledger.part_metadata(shard, counters)
         data = build_part(self.witness.format, self.schema, results, metadata)

@@ -597,7 +597,9 @@ def test_large_checkpoints_are_split(memory, monkeypatch):
 def commit(ledger, shard, part_format="parquet", text="t", results=None):
     rows = range(shard.first_row, shard.first_row + shard.num_rows)
     completions = [Completion(RowKey(shard.file, row), 0, ids(row), "stop", None, 2) for row in rows]
-    made = ShardResults(shard, 1, [], completions, [text] * len(rows), np.zeros(len(rows), np.bool_))
+    made = ShardResults(
+        shard, np.array(rows), np.ones(len(rows), int), [], completions, [text] * len(rows), np.zeros(len(rows), bool)
+    )
     schema = result_schema(id_field=None, carried=[], token_ids=True)
     metadata = ledger.part_metadata(shard, made.counters())
     data = build_part(part_format, schema, made, metadata)

@@ -280,6 +280,8 @@ def test_empty_prompts(plain: Tokenizer, with_bos: Tokenizer, chat: Tokenizer) -
         assert failure(builder(tokenizer), {"text": ""}).code == "empty_prompt"
         for text in (" ", "\n"):
             assert builder(tokenizer).build({"text": text}).text == text
+    assert builder(with_bos, allow_empty=True).build({"text": ""}).token_ids.tolist() == [256]
+    assert failure(builder(plain, allow_empty=True), {"text": ""}).code == "empty_prompt"
     assert builder(chat).build({"text": ""}).text == wrapped("") + ASK
     assert failure(builder(chat), {"messages": []}).code == "empty_prompt"
 

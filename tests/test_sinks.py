@@ -32,7 +32,8 @@ def make_results(samples=1, inputs=(), shard=SHARD, failed=(11,), text="answer {
             completions.append(Completion(RowKey(shard.file, row), sample, ids, reason, stop, 20 + row, error))
             texts.append(text.format(row=row, sample=sample))
     truncated = np.arange(shard.num_rows) == 3
-    return ShardResults(shard, samples, inputs, completions, texts, truncated)
+    rows = np.arange(shard.first_row, shard.first_row + shard.num_rows)
+    return ShardResults(shard, rows, np.full(len(rows), samples), inputs, completions, texts, truncated)
 
 
 def build(part_format, schema, results):

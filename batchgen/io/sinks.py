@@ -8,6 +8,7 @@ import io
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -72,22 +73,28 @@ def result_schema(*, id_field: pa.Field | None, carried: Sequence[pa.Field], tok
 class ShardResults:
     """All results of one shard, in input order.
 
-    `inputs` are the rows' id (where the job names an id column) and carried columns, batch by batch, `num_rows` rows
-    in all; nothing, or batches without columns, where there are none. `completions` and `texts` hold `samples`
-    entries a row, row by row. The text of a failed one is not kept.
+    `rows` are the rows' numbers in the file (those of the shard that are missing were filtered out), `samples` says how
+    many result rows each has. `inputs` are their id (where the job names an id column) and carried columns, batch by
+    batch; nothing, or batches without columns, where there are none. `completions` and `texts` are in the order of
+    rows and samples. The text of a failed one is not kept.
     """
 
     shard: ShardRange
-    samples: int
+    rows: npt.NDArray[np.int64]  # (num_rows,)
+    samples: npt.NDArray[np.int64]  # (num_rows,)
     inputs: Sequence[pa.RecordBatch]
     completions: Sequence[Completion]
     texts: Sequence[str]
     truncated: npt.NDArray[np.bool_]  # (num_rows,)
 
+    def places(self, rows: range) -> slice:
+        """Where the results of these rows (counted in the shard's kept ones) stand."""
+        return slice(int(self.samples[: rows.start].sum()), int(self.samples[: rows.stop].sum()))
+
     def counters(self) -> Counters:
         errors = [completion.error for completion in self.completions]
         return Counters(
-            rows=self.shard.num_rows,
+            rows=len(self.rows),
             rows_failed=len({c.key.row for c in self.completions if c.error is not None}),
             results=len(self.completions),
             truncated=int(np.count_nonzero(self.truncated)),
@@ -109,14 +116,19 @@ def build_part(part_format: str, schema: pa.Schema, results: ShardResults, metad
 
 def _check_order(results: ShardResults) -> None:
     """Rows in the wrong place would be wrong answers that nobody notices."""
-    shard, samples = results.shard, results.samples
+    shard, rows = results.shard, results.rows.tolist()
     keys = [(c.key.file, c.key.row, c.sample) for c in results.completions]
-    rows = range(shard.first_row, shard.first_row + shard.num_rows)
+    expected = [
+        (shard.file, row, sample)
+        for row, samples in zip(rows, results.samples.tolist(), strict=True)
+        for sample in range(samples)
+    ]
     whole = (
-        keys == [(shard.file, row, sample) for row in rows for sample in range(samples)]
+        keys == expected
+        and all(a < b for a, b in pairwise([shard.first_row - 1, *rows, shard.first_row + shard.num_rows]))
         and len(results.texts) == len(keys)
-        and len(results.truncated) == shard.num_rows
-        and (not _has_inputs(results) or sum(batch.num_rows for batch in results.inputs) == shard.num_rows)
+        and len(results.truncated) == len(rows)
+        and (not _has_inputs(results) or sum(batch.num_rows for batch in results.inputs) == len(rows))
     )
     if not whole:
         raise BatchgenError(
@@ -134,8 +146,8 @@ def _has_inputs(results: ShardResults) -> bool:
 
 def _blocks(results: ShardResults) -> list[range]:
     """Row ranges whose Arrow data stays small: with many samples of long rows a shard can pass Arrow's 2 GiB."""
-    num_rows, samples = results.shard.num_rows, results.samples
-    carried = sum(batch.nbytes for batch in results.inputs) * samples
+    num_rows, num_results = len(results.rows), len(results.completions)
+    carried = sum(batch.nbytes for batch in results.inputs) * num_results // max(num_rows, 1)
     made = sum(map(len, results.texts)) * 4 + sum(len(c.token_ids) for c in results.completions) * 4
     step = max(1, num_rows * _BLOCK_BYTES // max(carried + made, 1))
     return [range(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
@@ -145,22 +157,22 @@ def _input_columns(schema: pa.Schema, results: ShardResults, rows: range) -> lis
     """The id and the carried columns of these rows, each row repeated for its samples."""
     count = len(schema) - len(RESULT_FIELDS) - (TOKEN_IDS_FIELD.name in schema.names)
     columns: list[pa.ChunkedArray | pa.Array] = []
-    repeat = pa.array(np.repeat(np.arange(len(rows)), results.samples))
+    samples = results.samples[rows.start : rows.stop]
+    once = bool((samples == 1).all())
     if _has_inputs(results):
         table = pa.Table.from_batches(results.inputs).slice(rows.start, len(rows))
-        columns = [column if results.samples == 1 else column.take(repeat) for column in table.columns]
+        repeat = None if once else pa.array(np.repeat(np.arange(len(rows)), samples))
+        columns = [column if repeat is None else column.take(repeat) for column in table.columns]
     if len(columns) < count:  # no id column: a row is named by where it stands
-        shard = results.shard
-        numbers = range(shard.first_row + rows.start, shard.first_row + rows.stop)
-        ids = pa.array([f"{shard.file}:{number}" for number in numbers for _ in range(results.samples)], pa.string())
-        columns.insert(0, ids)
+        numbers = np.repeat(results.rows[rows.start : rows.stop], samples).tolist()
+        columns.insert(0, pa.array([f"{results.shard.file}:{number}" for number in numbers], pa.string()))
     assert len(columns) == count, (len(columns), schema.names)
     return columns
 
 
 def _table(schema: pa.Schema, results: ShardResults, rows: range) -> pa.Table:
     """The result rows of these input rows."""
-    part = slice(rows.start * results.samples, rows.stop * results.samples)
+    part = results.places(rows)
     completions = results.completions[part]
     texts = [
         text if completion.error is None else None
@@ -174,7 +186,7 @@ def _table(schema: pa.Schema, results: ShardResults, rows: range) -> pa.Table:
         "stop_reason": [None if c.stop_reason is None else str(c.stop_reason) for c in completions],
         "prompt_tokens": [c.prompt_tokens for c in completions],
         "output_tokens": [len(c.token_ids) for c in completions],
-        "truncated": np.repeat(results.truncated[rows.start : rows.stop], results.samples),
+        "truncated": np.repeat(results.truncated[rows.start : rows.stop], results.samples[rows.start : rows.stop]),
         "error": errors,
     }
     arrays = [pa.array(made[field.name], field.type) for field in RESULT_FIELDS]
@@ -203,7 +215,8 @@ def _build_parquet(schema: pa.Schema, results: ShardResults, metadata: Mapping[s
     sink = io.BytesIO()
     with pq.ParquetWriter(sink, schema, compression="zstd") as writer:
         for rows in _blocks(results):
-            writer.write_table(_table(schema, results, rows), row_group_size=max(1, len(rows) * results.samples))
+            table = _table(schema, results, rows)
+            writer.write_table(table, row_group_size=max(1, len(table)))
         # The checksum's place is filled in when the data is complete: what a writer holds back differs by release.
         footer = {**metadata, "checksum": _NO_CHECKSUM}
         writer.add_key_value_metadata({f"{_PREFIX}{key}": value for key, value in footer.items()})
@@ -309,9 +322,12 @@ def _json_value(value: Any) -> str:
     return str(value)
 
 
-def count_jsonl(data: bytes, name: str, shard: ShardRange) -> Counters:
-    """What a JSONL part holds, counted from its lines: for a part whose proof was never written."""
-    counters, failed_rows, row = Counters(rows=shard.num_rows), set(), -1
+def count_jsonl(data: bytes, name: str, shard: ShardRange, *, filtered: bool = False) -> Counters:
+    """What a JSONL part holds, counted from its lines: for a part whose proof was never written.
+
+    Where the job filters rows, it may hold fewer than the shard has.
+    """
+    counters, failed_rows, row = Counters(), set(), -1
     try:
         for line in data.splitlines():
             result = orjson.loads(line)
@@ -327,7 +343,8 @@ def count_jsonl(data: bytes, name: str, shard: ShardRange) -> Counters:
                 failed_rows.add(row)
     except (orjson.JSONDecodeError, KeyError, TypeError) as error:
         raise _corrupt(name, f"line {counters.results + 1} is not a result ({_first_line(error)})") from error
-    if row + 1 != shard.num_rows or (data and not data.endswith(b"\n")):
+    wrong = row + 1 > shard.num_rows if filtered else row + 1 != shard.num_rows
+    if wrong or (data and not data.endswith(b"\n")):
         raise _corrupt(name, f"it holds {row + 1} rows where the input has {shard.num_rows}")
-    counters.rows_failed = len(failed_rows)
+    counters.rows, counters.rows_failed = row + 1, len(failed_rows)
     return counters

@@ -1,0 +1,91 @@
+"""From a complete shard to its part: what was dropped is read again, texts are decoded, the part is written."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchgen.carry import InputFields
+from batchgen.collector import OpenShard, results_of
+from batchgen.feeder_child import carried_again
+from batchgen.io import sinks
+from batchgen.io.files import InputFile
+from batchgen.ledger import Ledger, Written
+from batchgen.runfolder import Counters
+from batchgen.spec import JobSpec
+from batchgen.tokenizer import Tokenizer
+from batchgen.types import ShardRange
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A part that has been written; `written` is None for a trial's, which commits nothing."""
+
+    counters: Counters
+    written: Written | None
+
+
+class Parts:
+    """Builds and writes parts; runs in the writer's thread."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        files: Sequence[InputFile],
+        formats: Sequence[str],
+        fields: InputFields,
+        schema: pa.Schema,
+        book: Ledger,
+        tokenizer: Tokenizer,
+    ) -> None:
+        self._spec, self._files, self._formats, self._fields, self._schema = spec, files, formats, fields, schema
+        self._ledger, self._tokenizer = book, tokenizer
+        self._has_warned = False
+
+    def write(self, shard: OpenShard, pieces: Sequence[str], earlier: Mapping[int, ShardRange | None]) -> Built:
+        """Build a complete shard's part and write it.
+
+        `pieces` hold what was dropped of the shard, `earlier` are the shards before it in its file.
+        """
+        assert shard.end is not None
+        end, output = shard.end, self._spec.output
+        carried: list[pa.RecordBatch] = []
+        if shard.dropped and self._fields.columns:
+            file, kind = self._files[end.file], self._formats[end.file]
+            carried = carried_again(self._spec, file, kind, self._fields, end, earlier)
+        results = results_of(
+            shard,
+            self._tokenizer,
+            skip_special=output.skip_special_tokens,
+            saved=self._ledger.read_back(end, pieces) if shard.dropped else {},
+            carried=carried,
+        )
+        counters = results.counters()
+        self._warn_of_repeated_ids(results)
+        data = sinks.build_part(output.format, self._schema, results, self._ledger.part_metadata(end, counters))
+        if shard.cut_off:
+            self._ledger.show_trial(end, data)
+            return Built(counters, None)
+        return Built(counters, self._ledger.write_part(end, data, counters))
+
+    def _warn_of_repeated_ids(self, results: sinks.ShardResults) -> None:
+        if self._fields.id is None or self._has_warned or not len(results.rows):
+            return
+        ids = pa.Table.from_batches(results.inputs).column(0).drop_null()
+        try:
+            distinct = pc.count_distinct(ids).as_py()
+        except pa.ArrowException:  # lists, structs: ids that nobody counts
+            return
+        if distinct < len(ids):
+            self._has_warned = True
+            logger.warning(
+                "ids repeat in column %s: rows of one id draw the same random numbers, and results cannot be joined by "
+                "it alone",
+                self._fields.id.name,
+            )

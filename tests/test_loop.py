@@ -1,0 +1,133 @@
+"""The loop under special loads: rows that take very long, shards that do not fit into memory, limits and filters."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from fakes import FakeEngine, FakeModel, byte_tokenizer
+from test_job import job_of, results, start, write_rows
+
+from batchgen import job, loop
+from batchgen.errors import Interrupted
+from batchgen.types import Completion, RowKey
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return byte_tokenizer(tmp_path_factory.mktemp("model") / "bytes")
+
+
+class Stragglers(FakeEngine):
+    """Rows that `is_slow` picks end only when `count` of them are held, or after a while in which nothing comes."""
+
+    def __init__(self, is_slow: Callable[[RowKey], bool], count: int) -> None:
+        super().__init__()
+        self._is_slow, self._count = is_slow, count
+        self._held: list[Completion] = []
+        self._last_news = time.monotonic()
+        self.most_held = 0
+
+    @property
+    def has_work(self) -> bool:
+        return super().has_work or bool(self._held)
+
+    def step(self) -> list[Completion]:
+        done = super().step()
+        if done:
+            self._last_news = time.monotonic()
+        self._held += [one for one in done if self._is_slow(one.key)]
+        self.most_held = max(self.most_held, len(self._held))
+        done = [one for one in done if not self._is_slow(one.key)]
+        if len(self._held) == self._count or time.monotonic() - self._last_news > 10:
+            done, self._held = done + self._held, []
+        return done
+
+
+@pytest.mark.parametrize("source", ["rows.parquet", "rows.jsonl"])
+def test_a_straggler_in_every_shard_holds_up_neither_reading_nor_memory(
+    tmp_path: Path, model_folder: Path, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [f"row {i} " + "x" * 200 for i in range(2000)]
+    (tmp_path / "in").mkdir()
+    path = tmp_path / "in" / source
+    table = pa.table({"key": [f"k{i}" for i in range(2000)], "text": texts})
+    if source.endswith("parquet"):
+        pq.write_table(table, path, row_group_size=100)
+    else:
+        path.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in table.to_pylist()))
+    plain = job_of(tmp_path, path, output__path=str(tmp_path / "plain"), output__columns=["text"])
+    start(plain, FakeModel(model_folder))
+
+    sizes = []
+    monkeypatch.setattr(loop, "MAX_OPEN_BYTES", 64 << 10)
+    engine = Stragglers(lambda key: key.row % 16 == 3, 125)
+    drop = loop.Collector.drop
+
+    def spy(self: loop.Collector, size: int) -> None:
+        drop(self, size)
+        sizes.append(self.size)
+
+    monkeypatch.setattr(loop.Collector, "drop", spy)
+    held = job_of(tmp_path, path, output__path=str(tmp_path / "held"), output__columns=["text"])
+    start(held, FakeModel(model_folder, engine))
+    assert engine.most_held == 125, "reading stopped for the sake of rows that take long"
+    assert sizes and max(sizes) <= 40 << 10
+    assert results(held) == results(plain)
+
+
+def test_a_shard_larger_than_the_bound_is_finished(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "MAX_OPEN_BYTES", 8 << 10)
+    a_job = job_of(tmp_path, write_rows(tmp_path / "in", 600), output__shard_rows=1000)
+    assert start(a_job, FakeModel(model_folder))["rows"] == 600
+    assert [row["id"] for row in results(a_job)] == [f"k{i}" for i in range(600)]
+
+
+class Standing(FakeEngine):
+    """Answers some rows, then turns without getting anywhere."""
+
+    steps = 0
+
+    def step(self) -> list[Completion]:
+        self.steps += 1
+        if self.steps > 3:
+            time.sleep(0.01)
+            return []
+        return super().step()
+
+
+def test_an_engine_that_gets_nowhere_is_ended_with_its_work_saved(
+    tmp_path: Path, model_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """E7: no progress for a while ends with 75 and the stacks of all threads, and the job can be gone on with."""
+    a_job = job_of(tmp_path, write_rows(tmp_path / "in", 100), errors__stall_timeout=0.5, checkpoint__interval="1h")
+    with pytest.raises(Interrupted, match=r"no progress for 0\.5 s") as stopped:
+        start(a_job, FakeModel(model_folder, Standing(pace=2)))
+    assert stopped.value.reason == "stalled"
+    assert "in step" in capfd.readouterr().err
+    again = FakeEngine()
+    assert start(a_job, FakeModel(model_folder, again))["rows"] == 100
+    assert again.resumed, "tokens of rows in flight were not saved"
+    assert [row["id"] for row in results(a_job)] == [f"k{i}" for i in range(100)]
+
+
+def test_a_spot_notice_drains(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_job = job_of(tmp_path, write_rows(tmp_path / "in", 400))
+    monkeypatch.setattr(job.spot.SpotWatch, "__enter__", lambda self: self)
+    monkeypatch.setattr(job.spot.SpotWatch, "__exit__", lambda self, *exc: None)
+    steps = iter(range(10**6))
+    monkeypatch.setattr(
+        job.spot.SpotWatch, "notice", property(lambda self: "AWS spot: terminate" if next(steps) > 3 else None)
+    )
+    engine = FakeEngine(think=lambda: time.sleep(0.01))
+    with pytest.raises(Interrupted, match="AWS spot: terminate: progress is saved") as stopped:
+        start(a_job, FakeModel(model_folder, engine), job.RunOptions(spot="aws"))
+    assert stopped.value.reason == "spot"
+    assert start(a_job, FakeModel(model_folder))["rows"] == 400
