@@ -52,12 +52,18 @@ class FakeEngine:
 
     `think` is called at every step: a test can sleep, kill or count there. `voice` shifts the letters of every token
     that this engine makes, so that an answer tells which start made which part of it; lengths stay the same.
+    `length` is that of every answer, where it is given.
     """
 
     def __init__(
-        self, running: int = 64, pace: int = 8, think: Callable[[], None] = lambda: None, voice: int = 0
+        self,
+        running: int = 64,
+        pace: int = 8,
+        think: Callable[[], None] = lambda: None,
+        voice: int = 0,
+        length: int | None = None,
     ) -> None:
-        self._limit, self._pace, self._think, self._voice = running, pace, think, voice
+        self._limit, self._pace, self._think, self._voice, self._length = running, pace, think, voice, length
         self._waiting: list[tuple[Request, int, np.ndarray]] = []  # with the tokens made so far
         self._running: list[tuple[Request, int, np.ndarray]] = []
         self.prompt_tokens = 0
@@ -89,6 +95,8 @@ class FakeEngine:
         """The whole answer, in this engine's voice."""
         limit = 4096 if request.sampling.max_tokens is None else request.sampling.max_tokens
         tokens = fake_tokens(request.prompt_token_ids, sample, limit)
+        if self._length is not None:
+            tokens = np.resize(tokens, min(self._length, limit))
         return (tokens - FIRST_LETTER + self._voice) % 26 + FIRST_LETTER
 
     def step(self) -> list[Completion]:

@@ -111,8 +111,10 @@ class WatchedEngine(FakeEngine):
     def __init__(self, history: History, **settings: Any) -> None:
         super().__init__(voice=history.voice, **settings)
         self._history = history
+        self.keys: set[RowKey] = set()  # that it was given
 
     def add(self, request: Request) -> None:
+        self.keys.add(request.key)
         self._history.given(request)
         super().add(request)
 
@@ -125,6 +127,16 @@ class WatchedEngine(FakeEngine):
         flying = super().snapshot()
         self._history.shown(flying)
         return flying
+
+
+class _Model(FakeModel):
+    def __init__(self, folder: Path, engine: FakeEngine, loading: float) -> None:
+        super().__init__(folder, engine)
+        self._loading = loading
+
+    def engine(self) -> FakeEngine:
+        time.sleep(self._loading)
+        return super().engine()
 
 
 class Reference(NamedTuple):
@@ -163,12 +175,17 @@ class History:
         *meets: Callable[[Call, Do], Any],
         options: job.RunOptions | None = None,
         changed: spec.JobSpec | None = None,
+        loading: float = 0.0,
         **engine: Any,
     ) -> dict[str, Any]:
-        """Run the job's command once; `meets` are what happens to its storage operations, the outermost first."""
+        """Run the job's command once; `meets` are what happens to its storage operations, the outermost first.
+
+        Loading the model takes `loading` seconds.
+        """
         self.voice = min(self.voice + 1, 25)
         self._finished, self._shown = {}, {}
-        model = FakeModel(self._model_folder, WatchedEngine(self, **{"running": 8, "pace": 5} | engine))
+        self.engine = WatchedEngine(self, **{"running": 8, "pace": 5} | engine)
+        model = _Model(self._model_folder, self.engine, loading)
 
         def meet(call: Call, do: Do) -> Any:
             for outer in reversed(meets):
@@ -183,7 +200,7 @@ class History:
                 store_opener=lambda url, extra, retries: MeddledStore(url, extra, retries=retries, meet=meet),
             )
         finally:
-            self.output_tokens += model._engine.output_tokens
+            self.output_tokens += self.engine.output_tokens
 
     def start_process(self, journal: Path, **settings: Any) -> multiprocessing.process.BaseProcess:
         """`start` in a process of its own, which may be killed; `end_process` learns what had been promised to it."""
@@ -196,13 +213,37 @@ class History:
     def end_process(self, process: multiprocessing.process.BaseProcess) -> int:
         """Its exit code."""
         process.join(60)
-        assert self._journal is not None and process.exitcode is not None, "the process does not end"
-        for line in self._journal.read_bytes().splitlines() if self._journal.exists() else ():
-            for *place, finished, tokens in json.loads(line):
-                self._saved[RowKey(*place[:2]), place[2]] = (finished, tokens)
-        self._journal.unlink(missing_ok=True)
+        assert process.exitcode is not None, "the process does not end"
+        self.learn()
+        return int(process.exitcode)
+
+    def learn(self) -> None:
+        """Take over what was promised to a process."""
+        if self._journal is not None and self._journal.exists():
+            for line in self._journal.read_bytes().splitlines():
+                for *place, finished, tokens in json.loads(line):
+                    self._saved[RowKey(*place[:2]), place[2]] = (finished, tokens)
+            self._journal.unlink()
         self._journal = None
-        return process.exitcode
+
+    def forget(self, part: str) -> None:
+        """Somebody takes a part away."""
+        del self._parts[part]
+        self._saved.clear()
+
+    def forget_all_saved(self) -> None:
+        """Somebody takes pieces away."""
+        self._saved.clear()
+
+    @property
+    def counters(self) -> dict[str, Any]:
+        """What they come to when nothing happens."""
+        assert self._reference is not None
+        return self._reference.counters
+
+    @property
+    def saved_tokens(self) -> int:
+        return sum(len(tokens) for _, tokens in self._saved.values())
 
     def _write_down(self, saved: dict[Sample, tuple[bool, list[int]]]) -> None:
         if self._journal is not None:
@@ -289,7 +330,8 @@ class History:
         names = [part["name"] for part in success["parts"]]
         assert names == sorted(self._parts) and success["counters"]["results"] == len(rows)
         assert [part["bytes"] for part in success["parts"]] == [len(self._parts[name]) for name in names]
-        places = [(RowKey(file, row), n) for file, count in enumerate((17, 8)) for row in range(count) for n in (0, 1)]
+        counts = [data.count(b"\n") for data in self._inputs.values()]
+        places = [(RowKey(i, row), n) for i, count in enumerate(counts) for row in range(count) for n in range(SAMPLES)]
         for sample, row, wanted in zip(places, rows, self._reference.rows, strict=True):
             assert {**row, "text": None, "token_ids": None} == {**wanted, "text": None, "token_ids": None}
             self._check_answer(sample, row, wanted["token_ids"])
@@ -336,11 +378,11 @@ def _bound(meet: Callable[[Call, Do], Any], call: Call, do: Do) -> Do:
     return lambda: meet(call, do)
 
 
-def uninterrupted(a_job: spec.JobSpec, model_folder: Path) -> Reference:
+def uninterrupted(a_job: spec.JobSpec, model_folder: Path, **engine: Any) -> Reference:
     """What the job comes to when nothing happens to it."""
     whole = History(a_job, model_folder, None)
     whole.voice = -1
-    whole.start()
+    whole.start(**engine)
     success = json.loads(whole.store().read("_SUCCESS"))
     return Reference(read_rows(whole.store(), whole.format), success["counters"])
 

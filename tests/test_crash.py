@@ -6,6 +6,7 @@ import itertools
 import random
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import fsspec
@@ -136,7 +137,7 @@ def test_a_power_cut_at_any_system_call(
 ) -> None:
     """A job loses power twice, the second time when it had gone on from what the first time left of it."""
     chance, out = random.Random(f"{kept} {part_format}"), tmp_path / "out"
-    for first in range(1, 2000, 11):
+    for first in range(1, 2000, 23):
         history = History(make_job(inputs, str(out), part_format), model_folder, references[part_format])
         for again, at in enumerate((first, chance.randrange(1, 150))):
             disk = PowerCut(out, at, after=chance.random() < 0.5)
@@ -194,8 +195,11 @@ def test_kill_9_at_random_times(
     chance, kills, code = random.Random(7), 0, -signal.SIGKILL
     history = History(make_job(inputs, f"{tmp_path}/out"), model_folder, references["parquet"])
     while code == -signal.SIGKILL:
+        starts = len(history.store().list("_batchgen/epoch"))
         process = history.start_process(tmp_path / "journal", real_feeder=True, pause=0.02, running=4, pace=2)
-        process.join(0.4 + 0.5 * chance.random())
+        while process.is_alive() and len(history.store().list("_batchgen/epoch")) == starts:
+            time.sleep(0.01)
+        process.join(chance.random() * (0.5 + kills / 10))
         process.kill()
         code = history.end_process(process)
         kills += code == -signal.SIGKILL

@@ -88,13 +88,13 @@ class _Job(scripted_job.Job):
 class Worker:
     """One start in a thread that stops before each of its storage operations until `go` lets it."""
 
-    def __init__(self, world: World, machine: str) -> None:
+    def __init__(self, world: World, machine: str, pace: int) -> None:
         self.world, self.machine, self.number = world, machine, len(world.workers)
         self.lives, self.troubled = True, False
         self.end: BaseException | None = None
         self.rivals = [worker for worker in world.workers if worker.lives]  # at its start
         self.job = _Job(MeddledStore(world.url, meet=self.meet), world.witness)
-        self.job.world = world
+        self.job.world, self.job.pace = world, pace
         self._order = ""
         self._may_go, self._stands = threading.Semaphore(0), threading.Semaphore(0)
         self.thread = threading.Thread(target=self._live, daemon=True)
@@ -206,11 +206,11 @@ class TwoWorkers(RuleBasedStateMachine):
         self.patch.setattr("batchgen.pieces.ThreadPoolExecutor", _InThisThread)
         self.patch.setattr("batchgen.ledger.Heart", _no_heart)
 
-    def _worker(self, slot: int, machine: str = "here") -> Worker:
+    def _worker(self, slot: int, machine: str = "here", pace: int = 4) -> Worker:
         """The one at work in this place; a new start where there is none."""
         worker = self.workers[slot]
         if worker is None:
-            worker = self.workers[slot] = Worker(self.world, machine)
+            worker = self.workers[slot] = Worker(self.world, machine, pace)
         return worker
 
     def _look(self, slot: int) -> None:
@@ -219,9 +219,9 @@ class TwoWorkers(RuleBasedStateMachine):
             self.workers[slot] = None
             worker.judge()
 
-    @rule(slot=SLOTS, machine=st.sampled_from(list(MACHINES)), steps=st.integers(1, 40))
-    def work(self, slot: int, machine: str, steps: int) -> None:
-        self._worker(slot, machine).go("", steps)
+    @rule(slot=SLOTS, machine=st.sampled_from(list(MACHINES)), pace=st.sampled_from([1, 4]), steps=st.integers(1, 40))
+    def work(self, slot: int, machine: str, pace: int, steps: int) -> None:
+        self._worker(slot, machine, pace).go("", steps)
         self._look(slot)
 
     @rule(slot=SLOTS, order=st.sampled_from(["fails before", "fails after"]), steps=st.integers(1, 4))
@@ -262,7 +262,7 @@ class TwoWorkers(RuleBasedStateMachine):
             for worker in self.workers:
                 if worker is not None:
                     worker.go("dies before")
-            last = Worker(self.world, "here")
+            last = Worker(self.world, "here", 4)
             last.go("", 1000)
             assert not last.lives
             last.judge()
