@@ -105,11 +105,11 @@ class FakeEngine:
         self._running += self._waiting[:room]
         del self._waiting[:room]
         done, still = [], []
-        for request, sample, made in self._running:
+        for request, sample, before in self._running:
             answer = self.answer(request, sample)
-            more = answer[len(made) : len(made) + self._pace]
+            more = answer[len(before) : len(before) + self._pace]
             self.output_tokens += len(more)
-            made = np.concatenate([made, more])
+            made = np.concatenate([before, more])
             if len(made) < len(answer):
                 still.append((request, sample, made))
             else:

@@ -360,8 +360,8 @@ def _processes() -> Any:
 
 def _start_here(history: History, settings: dict[str, Any]) -> None:
     """A process's whole life: one start, which `settings` makes meet a fault, take its time or read like a real one."""
-    sys.stderr = open(os.devnull, "w")
-    with pytest.MonkeyPatch.context() as patch:
+    with open(os.devnull, "w") as nowhere, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stderr", nowhere)
         if not settings.pop("real_feeder", False):
             feed_inline(patch)
         history.voice -= 1

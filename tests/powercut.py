@@ -102,9 +102,7 @@ class PowerCut:
     def link(self, old: str, new: str) -> None:
         (source, name), (target, new_name) = self._find(old), self._find(new)
         assert source.names is not None
-        self._change(
-            lambda: os.link(old, new), lambda: self._rename(target, {new_name: _there(source.names, name)})
-        )
+        self._change(lambda: os.link(old, new), lambda: self._rename(target, {new_name: _there(source.names, name)}))
 
     def replace(self, old: str, new: str) -> None:
         (source, name), (target, new_name) = self._find(old), self._find(new)
@@ -157,7 +155,8 @@ class PowerCut:
         folder, name = self._find(path)
         node = _File(False)
         file = self._change(
-            lambda: builtins.open(path, mode, *rest, **named), lambda: self._rename(folder, {name: node})
+            lambda: builtins.open(path, mode, *rest, **named),  # noqa: SIM115 - whoever opens it closes it
+            lambda: self._rename(folder, {name: node}),
         )
         self._descriptors[file.fileno()] = node
         real_write = file.write

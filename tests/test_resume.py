@@ -292,9 +292,7 @@ NEWEST = ["_batchgen/epoch/0", "_batchgen/lease", "_batchgen/pieces/0", "_batchg
 
 @pytest.mark.parametrize("folder", [*NEWEST, "_batchgen/job.json"])
 @pytest.mark.parametrize("bytes_left", [0, 40])
-def test_the_newest_state_is_torn(
-    tmp_path: Path, model_folder: Path, dead: None, folder: str, bytes_left: int
-) -> None:
+def test_the_newest_state_is_torn(tmp_path: Path, model_folder: Path, dead: None, folder: str, bytes_left: int) -> None:
     """F11: what was there before it, or the parts, say what it said."""
     write(tmp_path / "in/a.jsonl", plain(30))
     history = history_of(tmp_path, model_folder)

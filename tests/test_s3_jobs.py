@@ -96,3 +96,29 @@ def test_the_command_is_killed_twice_and_started_twice_at_once(
     loser = said[one.returncode == ExitCode.DONE]
     assert json.loads(loser[0].splitlines()[-1]) == {"status": "interrupted", "reason": "locked"}
     history.check_end()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_server_that_fails_is_asked_again(
+    server: s3.S3Server, history: History, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Answers of 500 in place of the n-th write, or behind it: the job goes on as if nothing had been."""
+    feed_inline(monkeypatch)
+    left = {3, 4, 8, 13, 21, 26}
+
+    def fault(request: dict) -> tuple[str, int, str] | None:
+        nonlocal count
+        count += request["REQUEST_METHOD"] == "PUT"
+        if count in left and request["REQUEST_METHOD"] == "PUT":
+            left.remove(count)
+            return when, 500, "InternalError"
+        return None
+
+    count = 0
+    server.fault = fault
+    try:
+        history.start()
+    finally:
+        server.fault = lambda request: None
+    assert len(left) < 4
+    history.check_end()
