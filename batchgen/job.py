@@ -8,12 +8,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any
 
-from batchgen import __version__, ledger, spot
+from batchgen import __version__, ledger
 from batchgen.carry import input_fields
 from batchgen.errors import ConfigError, Interrupted, NoInputError, StorageError
 from batchgen.feeder import Feeder
@@ -27,6 +27,7 @@ from batchgen.parts import Built, Parts
 from batchgen.report import Progress, table
 from batchgen.runfolder import TRIAL
 from batchgen.spec import JobSpec, SamplingSpec
+from batchgen.spot import Kind, SpotWatch
 from batchgen.watchdog import Watchdog
 from batchgen.writer import Writer
 
@@ -45,7 +46,7 @@ class RunOptions:
     overwrite: bool = False
     max_runtime: float | None = None
     max_output_tokens: int | None = None
-    spot: spot.Kind | None = None  # whose notices of interruption are watched
+    spot: Kind | None = None  # whose notices of interruption are watched
 
 
 def open_model(spec: JobSpec) -> ModelLike:
@@ -69,8 +70,8 @@ def run(
     """
     options = options or RunOptions()
     store = store_opener(spec.output.path, spec.output.storage_options, retries=spec.errors.retries)
-    with StopSignal() as stop:
-        return _Start(spec, options, store, model_opener, stop).run()
+    with StopSignal() as stop, nullcontext() if options.spot is None else SpotWatch(options.spot) as spot:
+        return _Start(spec, options, store, model_opener, stop, spot).run()
 
 
 class StopSignal(AbstractContextManager["StopSignal"]):
@@ -143,11 +144,11 @@ class _Start:
         store: Store,
         model_opener: Callable[[JobSpec], ModelLike],
         stop: StopSignal,
+        spot: SpotWatch | None,
     ) -> None:
-        self._spec, self._options, self.store, self._stop = spec, options, store, stop
+        self._spec, self._options, self.store, self._stop, self._spot = spec, options, store, stop, spot
         self._model_opener = model_opener
         self._began = time.monotonic()
-        self._spot: spot.SpotWatch | None = None
         self.limit = min((n for n in (options.limit, spec.input.limit) if n is not None), default=None)
 
     def run(self) -> dict[str, Any]:
@@ -208,8 +209,6 @@ class _Start:
                     store.url,
                 )
             heart = stack.enter_context(Heart(book.heartbeat))
-            if self._options.spot is not None:
-                self._spot = stack.enter_context(spot.SpotWatch(self._options.spot))
             unread = [number for number in range(len(files)) if self.limit is not None or not book.is_done(number)]
             feeder = stack.enter_context(
                 Feeder(
@@ -234,6 +233,8 @@ class _Start:
             writer: Writer[Built] = stack.enter_context(Writer())
             parts = Parts(spec, files, formats, fields, schema, book, model.tokenizer)
             dog = Watchdog(spec.errors.stall_timeout)
+            if self._spot is not None and self._spot.notice is not None:  # loading a model is not worth its while
+                raise Interrupted(f"{self._spot.notice}; run the same command again, on another machine", "spot")
             loop = Loop(self, spec, files, book, feeder, parts, writer, model, meter, progress, heart, dog)
             self._stop.wait_for_loop()
             with dog:

@@ -170,7 +170,7 @@ class Azure:
         events = json.loads(self._http.get(self.EVENTS_PATH, AZURE_HEADERS, read_seconds=wait))["Events"]
         self._enabled = True
         for event in events:
-            kind, begins = event["EventType"], _time(event.get("NotBefore", ""))
+            kind, begins = event["EventType"], _time(event.get("NotBefore") or "")
             started = event.get("EventStatus") == "Started"
             near = started or begins is None or begins - datetime.now(timezone.utc) <= AZURE_LEAD
             if self._is_for_us(event) and (kind in self.AT_ONCE or (kind in self.WHEN_NEAR and near)):
@@ -179,7 +179,8 @@ class Azure:
         return None
 
     def _is_for_us(self, event: dict[str, Any]) -> bool:
-        """Names are compared as Azure does, without case; scale sets were seen to write theirs with a leading _."""
+        """By name, without regard to case or a leading underscore. An event that names nobody is taken for ours: a
+        needless restart is cheaper than lost work."""
         assert self._machine is not None
         machines = {str(name).casefold().lstrip("_") for name in event.get("Resources") or []}
         return not machines or self._machine.casefold().lstrip("_") in machines

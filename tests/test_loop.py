@@ -107,11 +107,11 @@ def test_an_engine_that_gets_nowhere_is_ended_with_its_work_saved(
     tmp_path: Path, model_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """E7: no progress for a while ends with 75 and the stacks of all threads, and the job can be gone on with."""
-    a_job = job_of(tmp_path, write_rows(tmp_path / "in", 100), errors__stall_timeout=0.5, checkpoint__interval="1h")
-    with pytest.raises(Interrupted, match=r"no progress for 0\.5 s") as stopped:
+    a_job = job_of(tmp_path, write_rows(tmp_path / "in", 100), errors__stall_timeout=3.0, checkpoint__interval="1h")
+    with pytest.raises(Interrupted, match=r"no progress for 3 s") as stopped:
         start(a_job, FakeModel(model_folder, Standing(pace=2)))
     assert stopped.value.reason == "stalled"
-    assert "in step" in capfd.readouterr().err
+    assert "loop.py" in capfd.readouterr().err
     again = FakeEngine()
     assert start(a_job, FakeModel(model_folder, again))["rows"] == 100
     assert again.resumed, "tokens of rows in flight were not saved"
@@ -120,11 +120,11 @@ def test_an_engine_that_gets_nowhere_is_ended_with_its_work_saved(
 
 def test_a_spot_notice_drains(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a_job = job_of(tmp_path, write_rows(tmp_path / "in", 400))
-    monkeypatch.setattr(job.spot.SpotWatch, "__enter__", lambda self: self)
-    monkeypatch.setattr(job.spot.SpotWatch, "__exit__", lambda self, *exc: None)
+    monkeypatch.setattr(job.SpotWatch, "__enter__", lambda self: self)
+    monkeypatch.setattr(job.SpotWatch, "__exit__", lambda self, *exc: None)
     steps = iter(range(10**6))
     monkeypatch.setattr(
-        job.spot.SpotWatch, "notice", property(lambda self: "AWS spot: terminate" if next(steps) > 3 else None)
+        job.SpotWatch, "notice", property(lambda self: "AWS spot: terminate" if next(steps) > 3 else None)
     )
     engine = FakeEngine(think=lambda: time.sleep(0.01))
     with pytest.raises(Interrupted, match="AWS spot: terminate: progress is saved") as stopped:
