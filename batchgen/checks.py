@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.errors import ConfigError, PermissionDenied
-from batchgen.io.files import InputFile, expand, local_path, open_input
+from batchgen.io.files import InputFile, expand, open_input
+from batchgen.io.storage import local_path
 from batchgen.spec import JobSpec, PromptSpec
 
 HEAD_BYTES = 256 << 10  # of a JSON Lines file that `validate` looks at

@@ -266,7 +266,8 @@ def validate(job: str, params: dict[str, str], overrides: tuple[str, ...]) -> No
 @click.option("--json", "as_json", is_flag=True, help="One JSON line.")
 def status(job: str, params: dict[str, str], overrides: tuple[str, ...], as_json: bool) -> None:
     """Show how far a run is. JOB is its job file or its output folder."""
-    from batchgen.io.files import Store, local_path
+    from batchgen.io.storage import local_path
+    from batchgen.io.stores import Store
     from batchgen.ledger import peek
 
     if os.path.isfile(job) or job.endswith((".yaml", ".yml")):

@@ -18,7 +18,9 @@ from batchgen.carry import input_fields
 from batchgen.errors import ConfigError, Interrupted, NoInputError, StorageError
 from batchgen.feeder import Feeder
 from batchgen.io import sinks, sources
-from batchgen.io.files import InputFile, Store, expand, local_path
+from batchgen.io.files import InputFile, expand
+from batchgen.io.storage import local_path
+from batchgen.io.stores import Store
 from batchgen.lease import Heart
 from batchgen.ledger import Ledger
 from batchgen.loop import Loop, ModelLike, resolved_sampling

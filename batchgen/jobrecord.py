@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from batchgen.errors import ConfigError
-from batchgen.io.files import Store
+from batchgen.io.stores import Store
 from batchgen.runfolder import FORMAT_VERSION, INPUTS, JOB, put_record, read_record
 
 logger = logging.getLogger(__name__)

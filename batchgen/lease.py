@@ -11,13 +11,11 @@ import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
-import psutil
-
 from batchgen.errors import Interrupted, PermissionDenied, StorageError
-from batchgen.io.files import Store
+from batchgen.io.stores import Store
+from batchgen.processes import machine, process_runs, started
 from batchgen.runfolder import encode, epoch_folder, epoch_name, lease_name, put_new, read_record
 
 logger = logging.getLogger(__name__)
@@ -31,20 +29,10 @@ def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-def machine() -> str:
-    """Names what process numbers and the monotonic clock belong to: one boot of one kernel, one container in it."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return " ".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "time"))])
-    except OSError:  # not Linux
-        return f"{socket.gethostname()} {psutil.boot_time():.0f}"
-
-
 def worker() -> dict[str, Any]:
     """This process, as epochs and leases name it."""
     pid = os.getpid()
-    started = psutil.Process(pid).create_time()
-    return {"host": socket.gethostname(), "pid": pid, "process_started": started, "machine": machine()}
+    return {"host": socket.gethostname(), "pid": pid, "process_started": started(pid), "machine": machine()}
 
 
 def who(record: dict[str, Any]) -> str:
@@ -57,7 +45,7 @@ def alive(record: dict[str, Any], timeout: float = DEAD_AFTER_SECONDS) -> bool |
         return False
     if record.get("machine") != machine():
         return None
-    if not _process_runs(int(record["pid"]), float(record["process_started"])):
+    if not process_runs(int(record["pid"]), float(record["process_started"])):
         return False
     return time.monotonic() - float(record["monotonic"]) < timeout
 
@@ -69,15 +57,6 @@ def seems_alive(record: dict[str, Any]) -> bool:
         return here
     age = datetime.now(timezone.utc) - datetime.fromisoformat(str(record["time"]))
     return age.total_seconds() < DEAD_AFTER_SECONDS
-
-
-def _process_runs(pid: int, started: float) -> bool:
-    try:
-        process = psutil.Process(pid)
-        # the start time is derived from the time of day and moves with it a little
-        return abs(process.create_time() - started) < 2 and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
 
 
 def latest_epoch(store: Store, slot: int) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchgen import runfolder
 from batchgen.errors import BatchgenError, ConfigError, Interrupted, StorageError
-from batchgen.io.files import Store
+from batchgen.io.stores import Store
 from batchgen.jobrecord import JobRecord, check_same, establish, read_job
 from batchgen.lease import DEAD_AFTER_SECONDS, Heart, Lease, holder, latest_epoch, now, seems_alive, who
 from batchgen.runfolder import (
@@ -104,6 +104,7 @@ class Ledger:
         lease = Lease.acquire(store, SLOT, dict(info), dead_after=dead_after)
         try:
             with Heart(lease.beat) as heart:  # thousands of parts take their time on a slow store
+                store.sweep()
                 parts = _read_parts(store, job.shape["format"], job.digest)
                 if job.is_new and None in parts.values():
                     raise ConfigError(
@@ -283,7 +284,7 @@ class Ledger:
         """Write _SUCCESS: only when every file is indexed and every part is there and proven. Returns what it says."""
         expected = [(shard.file, shard.shard) for file in sorted(self._index) for shard in self._index[file]]
         format_ = self.shape["format"]
-        there = {key for name in self._store.list() if (key := parse_part(name, format_)) is not None}
+        there = {key for name in self._store.list(recursive=False) if (key := parse_part(name, format_)) is not None}
         unread = [file for file in range(self._job.num_files) if file not in self._index]
         missing = [key for key in expected if self._parts.get(key) is None or key not in there]
         surplus = sorted(there.difference(expected))
@@ -357,7 +358,7 @@ def _refuse_foreign(path: str, proof: PartProof, digest: str) -> None:
 
 def _read_parts(store: Store, part_format: str, digest: str | None) -> _Parts:
     """Every part in the folder with its proof; a listing only finds candidates."""
-    names = [name for name in store.list() if parse_part(name, part_format) is not None]
+    names = [name for name in store.list(recursive=False) if parse_part(name, part_format) is not None]
     read = _parquet_proof if part_format == "parquet" else _jsonl_proof
     parts: _Parts = {}
     with ThreadPoolExecutor(8) as pool:

@@ -21,7 +21,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batchgen.errors import StorageError
-from batchgen.io.files import ObjectMissing, Store
+from batchgen.io.storage import ObjectMissing
+from batchgen.io.stores import Store
 from batchgen.runfolder import piece_folder, piece_name, put_new
 from batchgen.types import Completion, InFlight, RowError, RowKey, ShardRange, TokenIds
 

@@ -11,7 +11,8 @@ from typing import Any
 import orjson
 
 from batchgen.errors import StorageError
-from batchgen.io.files import ObjectMissing, Store
+from batchgen.io.storage import ObjectMissing
+from batchgen.io.stores import Store
 from batchgen.types import ShardRange
 
 logger = logging.getLogger(__name__)

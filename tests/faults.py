@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from batchgen.errors import StorageError
-from batchgen.io.files import Store
+from batchgen.io.stores import Store
 
 WRITES = frozenset({"create", "replace", "replace_if", "delete"})
 OPERATIONS = WRITES | {"version", "read", "open", "exists", "size", "list"}

@@ -29,7 +29,7 @@ from faults import Call, Died, Do, Fault, MeddledStore, kind_of
 from batchgen import feeder, job, spec
 from batchgen.errors import BatchgenError
 from batchgen.feeder_child import State, Worker
-from batchgen.io.files import Store
+from batchgen.io.stores import Store
 from batchgen.types import Completion, InFlight, Request, RowKey
 
 Sample = tuple[RowKey, int]
@@ -57,7 +57,7 @@ def feed_inline(patch: pytest.MonkeyPatch) -> None:
 
 def let_the_dead_be_dead(patch: pytest.MonkeyPatch) -> None:
     """Starts of this process that died in it do not look alive to the next one."""
-    patch.setattr("batchgen.lease._process_runs", lambda pid, started: False)
+    patch.setattr("batchgen.lease.process_runs", lambda pid, started: False)
 
 
 def write_inputs(folder: Path) -> Path:

@@ -1,6 +1,6 @@
 """A local disk that loses power: what was not fsynced, file and folder both, may be gone afterwards.
 
-`PowerCut` watches the system calls of `batchgen.io.files` on a real folder and keeps, beside it, what is durable: a
+`PowerCut` watches the system calls of `batchgen.io.localdisk` on a real folder and keeps, beside it, what is durable: a
 file's bytes as of its last fsync, a folder's names as of its own last fsync. `after` builds the folder that the next
 boot finds: what is durable, and of the rest whatever `keeps` says.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from faults import Died
 
-from batchgen.io import files
+from batchgen.io import localdisk
 
 
 class _File:
@@ -31,7 +31,7 @@ class _File:
 
 
 class PowerCut:
-    """Stands in for `os` and `open` in `batchgen.io.files`; dies before or after the `at`-th call that changes disk."""
+    """Stands in for `os` and `open` in `batchgen.io.localdisk`; dies before or after the `at`-th call that changes disk."""
 
     def __init__(self, root: Path, at: int = 0, after: bool = False) -> None:
         root.mkdir(exist_ok=True)
@@ -51,8 +51,8 @@ class PowerCut:
         return self.count >= self._at
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(files, "os", self)
-        patch.setattr(files, "open", self._open_file, raising=False)
+        patch.setattr(localdisk, "os", self)
+        patch.setattr(localdisk, "open", self._open_file, raising=False)
 
     def _adopt(self, path: Path, folder: _File) -> None:
         """What the boot found is durable."""

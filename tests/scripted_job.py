@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from batchgen.errors import StorageError
-from batchgen.io.files import Store
 from batchgen.io.sinks import ShardResults, build_part, result_schema
+from batchgen.io.stores import Store
 from batchgen.ledger import Ledger, read_success
 from batchgen.runfolder import SUCCESS, parse_part
 from batchgen.types import Completion, InFlight, RowError, RowKey, ShardRange

@@ -20,7 +20,7 @@ import pytest
 
 import batchgen
 from batchgen import __version__, cli, errors
-from batchgen.io.files import Store
+from batchgen.io.stores import Store
 from batchgen.ledger import Ledger
 from batchgen.runfolder import Counters
 from batchgen.types import ShardRange

@@ -17,7 +17,7 @@ from history import History, Reference, ended, feed_inline, let_the_dead_be_dead
 from powercut import PowerCut
 
 from batchgen.errors import StorageError
-from batchgen.io.files import Store
+from batchgen.io.stores import Store
 
 FORMATS = ("parquet", "jsonl")
 

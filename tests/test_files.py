@@ -1,30 +1,23 @@
-"""Finding input files by pattern, and a store whose names are created once, whole and durable."""
+"""Finding input files by pattern, and reading them."""
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import itertools
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import fsspec
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
 
-from batchgen.errors import ConfigError, DataError, NoInputError, PermissionDenied, StorageError
-from batchgen.io.files import ObjectMissing, Store, expand, local_path, open_input
+from batchgen.errors import DataError, NoInputError, PermissionDenied
+from batchgen.io.files import expand, open_input
+from batchgen.io.storage import ObjectMissing, local_path
+from batchgen.io.stores import Store
 
 counter = itertools.count()
-
-
-@pytest.fixture(params=["local", "memory"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return str(tmp_path / "run") if request.param == "local" else f"memory://run{next(counter)}/out"
 
 
 def write(path: Path, data: bytes = b"{}\n") -> Path:
@@ -37,267 +30,10 @@ def names(paths: list[str] | str, **options: Any) -> list[str]:
     return [file.path for file in expand([paths] if isinstance(paths, str) else paths, {}, **options)]
 
 
-# The store
-
-
-def test_create_read_replace_delete(folder: str) -> None:
-    store = Store(folder)
-    assert store.list() == []
-    assert not store.exists("a/b/one.json")
-    assert store.create("a/b/one.json", b"first") is True
-    assert store.create("a/b/one.json", b"second") is False
-    assert store.read("a/b/one.json") == b"first"
-    store.replace("a/b/one.json", b"longer than before")
-    store.replace("a/new", b"")
-    assert store.read("a/b/one.json") == b"longer than before"
-    assert store.size("a/b/one.json") == 18
-    assert store.size("a/new") == 0
-    assert store.exists("a/new")
-    with store.open("a/b/one.json") as file:
-        file.seek(-6, os.SEEK_END)
-        assert file.read() == b"before"
-    store.delete("a/b/one.json")
-    store.delete("a/b/one.json")
-    assert not store.exists("a/b/one.json")
-    assert store.create("a/b/one.json", b"third") is True
-
-
-def test_atomic_create_is_promised_only_where_it_holds(tmp_path: Path) -> None:
-    assert Store(str(tmp_path)).atomic_create is True
-    assert Store(f"file://{tmp_path}").atomic_create is True
-    assert Store("memory://somewhere").atomic_create is False
-
-
-def test_list_is_sorted_recursive_and_fresh(folder: str) -> None:
-    """Case F6: what another process adds or grows is seen at once."""
-    store, other = Store(folder), Store(folder)
-    for name in ("part-1", "part-0", "state/pieces/b", "state/pieces/a", "state/x", "statement"):
-        store.create(name, b"1")
-    assert store.list() == ["part-0", "part-1", "state/pieces/a", "state/pieces/b", "state/x", "statement"]
-    assert store.list("state") == ["state/pieces/a", "state/pieces/b", "state/x"]
-    assert store.list("state/pieces/") == ["state/pieces/a", "state/pieces/b"]
-    assert store.list("missing") == []
-    other.create("state/pieces/c", b"1")
-    other.replace("state/x", b"12345")
-    other.delete("part-0")
-    assert store.list("state") == ["state/pieces/a", "state/pieces/b", "state/pieces/c", "state/x"]
-    assert store.size("state/x") == 5
-    assert not store.exists("part-0")
-
-
-def test_missing_names_are_told_apart(folder: str) -> None:
-    store = Store(folder)
-    for call in (store.read, store.size, store.open):
-        with pytest.raises(ObjectMissing, match=r"run.*nothing\.json"):
-            call("nothing.json")
-    assert issubclass(ObjectMissing, StorageError)
-
-
-def test_names_stay_inside_the_folder(folder: str) -> None:
-    for name in ("../x", "a/../../x", "/etc/x", "a//b"):
-        with pytest.raises(AssertionError):
-            Store(folder).create(name, b"")
-
-
-@pytest.mark.parametrize("round_", range(5))
-def test_of_concurrent_creates_one_wins(folder: str, round_: int) -> None:
-    barrier = threading.Barrier(8)
-    won: list[int] = []
-
-    def create(number: int) -> None:
-        store = Store(folder)
-        barrier.wait()
-        if store.create("part", str(number).encode() * 1000):
-            won.append(number)
-
-    threads = [threading.Thread(target=create, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(won) == 1
-    assert Store(folder).read("part") == str(won[0]).encode() * 1000
-    assert Store(folder).list() == ["part"]
-
-
-def test_bytes_are_on_the_disk_before_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-
-    def recorded(name: str) -> Any:
-        real = getattr(os, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            what = name
-            if name == "fsync":
-                target = os.readlink(f"/proc/self/fd/{args[0]}")
-                what = "fsync folder" if os.path.isdir(target) else f"fsync {os.path.basename(target)[:5]}"
-            calls.append(what)
-            return real(*args, **kwargs)
-
-        return call
-
-    store = Store(str(tmp_path))
-    for name in ("fsync", "link", "unlink", "replace"):
-        monkeypatch.setattr(os, name, recorded(name))
-    store.create("a", b"x")
-    assert calls == ["fsync .tmp-", "link", "fsync folder", "unlink"]
-    calls.clear()
-    store.replace("a", b"x")
-    assert calls[:3] == ["fsync .tmp-", "replace", "fsync folder"]
-    calls.clear()
-    store.create("new/deep/a", b"x")
-    assert calls == ["fsync folder", "fsync folder", "fsync .tmp-", "link", "fsync folder", "unlink"]
-    assert os.listdir(tmp_path / "new" / "deep") == ["a"]
-
-
-CRASH = """
-import os, sys
-from batchgen.io.files import Store
-store = Store(sys.argv[1])
-store.create("before", b"1")
-setattr(os, sys.argv[2], lambda *arguments, **names: os._exit(9))
-store.create("part", b"whole")
-"""
-
-
-@pytest.mark.parametrize(("at", "there"), [("fsync", False), ("link", False), ("unlink", True)])
-def test_a_crashed_create_leaves_at_most_a_hidden_file(tmp_path: Path, at: str, there: bool) -> None:
-    """Case F3: killed at any step, the name is whole or not there."""
-    result = subprocess.run([sys.executable, "-c", CRASH, str(tmp_path), at], check=False)
-    assert result.returncode == 9
-    temps = [name for name in os.listdir(tmp_path) if name.startswith(".tmp-") and name.endswith("-part")]
-    assert len(temps) == 1
-    store = Store(str(tmp_path))
-    assert store.list() == (["before", "part"] if there else ["before"])
-    store.sweep()  # case F14: what others staged stays
-    assert temps[0] in os.listdir(tmp_path)
-    assert store.create("part", b"again") is not there
-    assert store.read("part") == (b"whole" if there else b"again")
-
-
-def test_sweep_removes_only_what_this_store_staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = write(tmp_path / ".tmp-0123-part", b"another writer's")
-    store = Store(str(tmp_path))
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", failing(OSError(errno.EIO, "Input/output error")))
-        assert store.create("part", b"x") is True  # it is there, whatever becomes of the staged file
-    assert len(os.listdir(tmp_path)) == 3
-    store.sweep()
-    assert sorted(os.listdir(tmp_path)) == [other.name, "part"]
-
-
-def failing(error: BaseException) -> Any:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        raise error
-
-    return call
-
-
-@pytest.mark.parametrize("at", ["fsync", "link"])
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
-def test_a_failed_create_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str, error: BaseException
-) -> None:
-    store = Store(str(tmp_path))
-    with monkeypatch.context() as patch:
-        patch.setattr(os, at, failing(error))
-        with pytest.raises(StorageError if isinstance(error, OSError) else KeyboardInterrupt) as caught:
-            store.create("part", b"x")
-    if isinstance(error, OSError):
-        assert str(tmp_path / "part") in str(caught.value) and "No space left" in str(caught.value)
-    assert os.listdir(tmp_path) == []
-
-
-def test_permission_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "link", failing(PermissionError(errno.EACCES, "Permission denied")))
-    with pytest.raises(PermissionDenied, match="part: permission denied"):
-        Store(str(tmp_path)).create("part", b"x")
-
-
-def test_a_link_that_was_made_although_the_answer_is_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.link
-
-    def link(source: str, target: str) -> None:
-        real(source, target)
-        raise FileExistsError(errno.EEXIST, "File exists")
-
-    monkeypatch.setattr(os, "link", link)
-    assert Store(str(tmp_path)).create("part", b"x") is True
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="renameat2 is Linux's")
-@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP])
-def test_without_hard_links_a_rename_that_does_not_overwrite(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    monkeypatch.setattr(os, "link", failing(OSError(code, "no links here")))
-    store = Store(str(tmp_path))
-    assert store.create("part", b"one") is True
-    assert store.create("part", b"two") is False
-    assert store.read("part") == b"one"
-    assert os.listdir(tmp_path) == ["part"]
-    monkeypatch.setattr(ctypes, "CDLL", lambda *args, **kwargs: object())
-    with pytest.raises(StorageError, match="neither hard links nor a rename"):
-        store.create("other", b"x")
-    assert os.listdir(tmp_path) == ["part"]
-
-
-def test_a_file_where_a_folder_is_needed(tmp_path: Path) -> None:
-    write(tmp_path / "state")
-    store = Store(str(tmp_path))
-    with pytest.raises(StorageError):
-        store.create("state/x", b"")
-    assert store.list("state") == []
-    assert not store.exists("state/x")
-
-
-class Failing(MemoryFileSystem):
-    """A store that is away."""
-
-    protocol = "failing"
-    store: ClassVar[dict[str, Any]] = {}
-    error: ClassVar[BaseException] = ConnectionError("connection reset")
-
-    def info(self, path: str, **kwargs: Any) -> Any:
-        raise self.error
-
-    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
-        raise self.error
-
-    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
-        raise self.error
-
-
-def test_a_failing_store_is_not_an_empty_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    fsspec.register_implementation("failing", Failing, clobber=True)
-    store = Store("failing://bucket/run")
-    calls = (store.list, lambda: store.exists("a"), lambda: store.create("a", b""), lambda: store.replace("a", b""))
-    for call in calls:
-        with pytest.raises(StorageError, match=r"failing://bucket/run.*connection reset"):
-            call()
-    with pytest.raises(StorageError, match="connection reset"):
-        expand(["failing://bucket/*.jsonl"], {}, allow_empty=True)
-
-    class ClientError(Exception):
-        """A client's own kind of error."""
-
-    monkeypatch.setattr(Failing, "error", ClientError("slow down"))
-    with pytest.raises(StorageError, match="ClientError: slow down"):
-        store.list()
-    monkeypatch.setattr(Failing, "error", PermissionError("AccessDenied"))
-    with pytest.raises(PermissionDenied, match="AccessDenied"):
-        store.list()
-
-
-def test_unknown_scheme_is_a_configuration_error() -> None:
-    with pytest.raises(ConfigError, match="nosuch://x"):
-        Store("nosuch://x").list()
-
-
 def test_import_is_light() -> None:
     """`status` and `validate` on local paths pay for neither Arrow nor fsspec."""
     code = (
-        "import sys, batchgen.io.files as files; files.Store('.').list('no-such-folder');"
+        "import sys, batchgen.io.files, batchgen.io.stores as stores; stores.Store('.').list('no-such-folder');"
         "print([name for name in ('pyarrow', 'numpy', 'torch', 'fsspec', 'ctypes') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
@@ -412,6 +148,13 @@ def test_a_folder_called_metadata_is_no_table(tmp_path: Path) -> None:
     assert names(str(tmp_path)) == [str(path)]
 
 
+def failing(error: BaseException) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    return call
+
+
 def test_unreadable_and_unfit_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.jsonl")
     with monkeypatch.context() as patch:
@@ -471,23 +214,3 @@ def test_local_path() -> None:
 def test_missing_input_is_named(tmp_path: Path) -> None:
     with pytest.raises(ObjectMissing, match=r"gone\.jsonl"):
         open_input(str(tmp_path / "gone.jsonl"), {})
-
-
-def test_a_failing_store_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(str(tmp_path), retries=2, pause=0.001)
-    whole, failures = os.link, [OSError(errno.EIO, "Input/output error")] * 2
-
-    def link(*names: str) -> None:
-        if failures:
-            raise failures.pop()
-        whole(*names)
-
-    monkeypatch.setattr("batchgen.io.files.os.link", link)
-    assert store.create("a", b"1") and store.read("a") == b"1"
-    failures[:] = [OSError(errno.EIO, "Input/output error")] * 3
-    with pytest.raises(StorageError, match="Input/output error"):
-        store.create("b", b"1")
-    failures[:] = [PermissionError(errno.EACCES, "Permission denied")]
-    with pytest.raises(PermissionDenied):
-        store.create("c", b"1")
-    assert not failures and store.list() == ["a"]

@@ -19,7 +19,8 @@ from fakes import CHATML, FakeEngine, FakeModel, byte_tokenizer, fake_tokens
 from batchgen import job, spec
 from batchgen.errors import ConfigError, DataError, Interrupted, NoInputError, StorageError
 from batchgen.feeder import Feeder
-from batchgen.io.files import Store, expand
+from batchgen.io.files import expand
+from batchgen.io.stores import Store
 from batchgen.lease import Heart
 from batchgen.ledger import peek
 from batchgen.metrics import Meter

@@ -21,8 +21,8 @@ from scripted_job import Job, Witness, arguments, shards
 from batchgen import lease as leases
 from batchgen import pieces
 from batchgen.errors import ConfigError, Interrupted, StorageError
-from batchgen.io.files import Store
 from batchgen.io.sinks import ShardResults, build_part, result_schema
+from batchgen.io.stores import Store
 from batchgen.ledger import Ledger, check_same, overwrite, peek, read_job, read_success
 from batchgen.runfolder import INPUTS, JOB, SUCCESS, encode, lease_name, part_name, piece_folder, proof_name, put_new
 from batchgen.types import Completion, InFlight, RowError, RowKey
@@ -79,8 +79,8 @@ class FaultyStore(Store):
     def open(self, name):
         return self._meet("read", lambda: super(FaultyStore, self).open(name))
 
-    def list(self, prefix=""):
-        return self._meet("read", lambda: super(FaultyStore, self).list(prefix))
+    def list(self, prefix="", *, recursive=True):
+        return self._meet("read", lambda: super(FaultyStore, self).list(prefix, recursive=recursive))
 
 
 def dies_before(store, operation):
@@ -790,7 +790,7 @@ def test_peek_through_a_life(memory):
 def test_status_of_a_finished_run_does_without_heavy_imports(tmp_path):
     Job(Store(str(tmp_path)), Witness()).run()
     code = (
-        "import sys; from batchgen.io.files import Store; from batchgen.ledger import peek; "
+        "import sys; from batchgen.io.stores import Store; from batchgen.ledger import peek; "
         "print(peek(Store(sys.argv[1])).state, sorted({'pyarrow', 'torch', 'fsspec'} & set(sys.modules)))"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]

@@ -19,7 +19,7 @@ from history import History, ended, feed_inline, let_the_dead_be_dead, make_job,
 
 from batchgen import job, spec
 from batchgen.errors import ConfigError, ExitCode, Interrupted, StorageError
-from batchgen.io.files import Store
+from batchgen.io.stores import Store
 from batchgen.lease import DEAD_AFTER_SECONDS
 from batchgen.runfolder import decode, encode, lease_name
 from batchgen.types import Completion, RowError

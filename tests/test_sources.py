@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 
 from batchgen.errors import ConfigError, DataError, StorageError
 from batchgen.io import jsonline, sources
-from batchgen.io.files import InputFile, Store, expand
+from batchgen.io.files import InputFile, expand
 from batchgen.io.sources import Chunk, Row, content_proof, detect, read_shards, schema
+from batchgen.io.stores import Store
 from batchgen.types import ShardRange
 
 GOOD = b'{"id":"a","prompt":"x"}\n'

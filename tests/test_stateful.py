@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from scripted_job import FILES, SAMPLES, Witness
 
 from batchgen.errors import Interrupted, StorageError
-from batchgen.io.files import Store
+from batchgen.io.stores import Store
 from batchgen.lease import DEAD_AFTER_SECONDS, latest_epoch
 from batchgen.runfolder import SUCCESS, lease_name, parse_part
 from batchgen.types import RowKey
@@ -201,7 +201,7 @@ class TwoWorkers(RuleBasedStateMachine):
         self.patch.setattr("batchgen.ledger.now", world.now)
         self.patch.setattr("batchgen.lease.worker", world.process)
         self.patch.setattr("batchgen.lease.machine", lambda: world.current().machine)
-        self.patch.setattr("batchgen.lease._process_runs", world.process_runs)
+        self.patch.setattr("batchgen.lease.process_runs", world.process_runs)
         self.patch.setattr("batchgen.ledger.ThreadPoolExecutor", _InThisThread)
         self.patch.setattr("batchgen.pieces.ThreadPoolExecutor", _InThisThread)
         self.patch.setattr("batchgen.ledger.Heart", _no_heart)

@@ -21,7 +21,8 @@ import pyarrow.parquet as pq
 
 from batchgen.errors import BatchgenError, ConfigError, DataError
 from batchgen.io import jsonline
-from batchgen.io.files import InputFile, naming, open_input
+from batchgen.io.files import InputFile, open_input
+from batchgen.io.storage import naming
 from batchgen.types import RowError, ShardRange
 
 SHARD_ROWS = 8192
