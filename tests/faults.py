@@ -27,6 +27,9 @@ class Call(NamedTuple):
     name: str
     data: bytes | None = None
 
+    def __repr__(self) -> str:
+        return f"{self.operation} {self.name}"
+
     @property
     def point(self) -> str:
         """The operation and the kind of object: "create part", "replace lease", "list epoch" ..."""

@@ -31,7 +31,7 @@ class _File:
 
 
 class PowerCut:
-    """Stands in for `os` and `open` in `batchgen.io.localdisk`; dies before or after the `at`-th call that changes disk."""
+    """Stands in for `os` and `open` in `batchgen.io.localdisk`; dies before or after the `at`-th change of the disk."""
 
     def __init__(self, root: Path, at: int = 0, after: bool = False) -> None:
         root.mkdir(exist_ok=True)

@@ -118,8 +118,6 @@ class Witness:
 class Job:
     """One start. Every token carries the epoch that made it, so that a text stitched wrongly shows."""
 
-    pace = PACE
-
     def __init__(self, store: Store, witness: Witness, think: Callable[[], None] = lambda: None) -> None:
         self.store, self.witness, self.think = store, witness, think
         self.schema = result_schema(id_field=None, carried=[], token_ids=True)
@@ -178,7 +176,7 @@ class Job:
 
     def step(self, fresh: list[Completion]) -> None:
         for (key, sample), ids in list(self.flying.items()):
-            end = min(len(ids) + self.pace, length(key, sample))
+            end = min(len(ids) + PACE, length(key, sample))
             self.computed += end - len(ids)
             ids += [self.ledger.epoch * 1000 + i for i in range(len(ids), end)]
             if end == length(key, sample):

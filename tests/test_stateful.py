@@ -4,6 +4,8 @@ their lease and their storage, and whatever they do, nothing acknowledged change
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
 import threading
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
@@ -13,7 +15,7 @@ import fsspec
 import hypothesis.strategies as st
 import pytest
 import scripted_job
-from faults import Call, Died, Do, MeddledStore, kind_of
+from faults import WRITES, Call, Died, Do, MeddledStore
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scripted_job import FILES, SAMPLES, Witness
@@ -39,6 +41,28 @@ class World:
         self.witness = Witness(part_format)
         self.seconds = 0.0
         self.workers: list[Worker] = []  # by process number
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        """Stand in for what workers take from their machines."""
+        patch.setattr("batchgen.lease.time", self)
+        patch.setattr("batchgen.lease.worker", self.process)
+        patch.setattr("batchgen.lease.machine", lambda: self.current().machine)
+        patch.setattr("batchgen.ledger.Heart", _no_heart)
+        ours = {"process_runs": self.process_runs, "now": self.now, "ThreadPoolExecutor": _InThisThread}
+        for module in [module for path, module in sys.modules.items() if path.startswith("batchgen.")]:
+            for name, value in ours.items():
+                if hasattr(module, name):
+                    patch.setattr(module, name, value)
+
+    def finish(self) -> None:
+        """One more start gets the job done, and everything is as it was promised."""
+        last = Worker(self, "here", 4)
+        last.go("", 1000)
+        assert not last.lives
+        last.judge()
+        assert last.end is None, "the run cannot be finished"
+        self.witness.look(self.store)
+        assert self.store.exists(SUCCESS)
 
     def epoch(self) -> int:
         return latest_epoch(self.store, 0)
@@ -94,8 +118,8 @@ class Worker:
         self.end: BaseException | None = None
         self.rivals = [worker for worker in world.workers if worker.lives]  # at its start
         self.job = _Job(MeddledStore(world.url, meet=self.meet), world.witness)
-        self.job.world, self.job.pace = world, pace
-        self._order = ""
+        self.job.world, self.pace = world, pace
+        self._order, self.next = "", Call("", "")
         self._may_go, self._stands = threading.Semaphore(0), threading.Semaphore(0)
         self.thread = threading.Thread(target=self._live, daemon=True)
         world.workers.append(self)
@@ -117,6 +141,7 @@ class Worker:
         """In the worker's thread: stand still, then do as ordered."""
         if self._order.startswith("dies"):
             raise Died
+        self.next = call
         self._stands.release()
         self._may_go.acquire()
         if self._order == "dies before":
@@ -148,9 +173,14 @@ class Worker:
         for _ in range(steps):
             if not self.lives:
                 return
-            self._order = order
+            self._order, scripted_job.PACE = order, self.pace
             self._may_go.release()
             self._wait()
+
+    def go_before_write(self, number: int) -> None:
+        """Let it work until the `number`-th change that it is about to make from now on."""
+        while self.lives and (number := number - (self.next.operation in WRITES)) > 0:
+            self.go()
 
     def judge(self) -> None:
         """It has ended: in a way that what happened to it explains."""
@@ -185,7 +215,30 @@ def _no_heart(beat: Any) -> Iterator[Any]:
     yield type("Heart", (), {"check": staticmethod(lambda: None)})
 
 
+def test_a_worker_wakes_up_at_any_moment_of_its_successor() -> None:
+    """The first stands still before its n-th change of the folder, the second comes to its m-th, the first wakes up
+    and goes on as far as it gets, the second dies, and a third must find what the second was promised."""
+    chance, fenced = random.Random(0), 0
+    for _ in range(150):
+        with pytest.MonkeyPatch.context() as patch:
+            world = World(chance.choice(["parquet", "jsonl"]))
+            world.install(patch)
+            first = Worker(world, "here", chance.choice([1, 4]))
+            first.go_before_write(chance.randrange(1, 35))
+            world.seconds += DEAD_AFTER_SECONDS + 1
+            second = Worker(world, "here", chance.choice([1, 4]))
+            second.go_before_write(chance.randrange(1, 40))
+            first.go("", 1000)
+            first.judge()
+            fenced += isinstance(first.end, Interrupted)
+            world.witness.look(world.store)
+            second.go("dies before")
+            world.finish()
+    assert fenced > 60
+
+
 SLOTS = st.integers(0, 1)
+POINTS = ["create epoch", "create piece", "create part", "replace lease", "delete piece", "create _SUCCESS"]
 
 
 class TwoWorkers(RuleBasedStateMachine):
@@ -193,18 +246,10 @@ class TwoWorkers(RuleBasedStateMachine):
 
     @initialize(part_format=st.sampled_from(["parquet", "jsonl"]))
     def begin(self, part_format: str) -> None:
-        self.world = world = World(part_format)
+        self.world = World(part_format)
         self.workers: list[Worker | None] = [None, None]
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr("batchgen.lease.time", world)
-        self.patch.setattr("batchgen.lease.now", world.now)
-        self.patch.setattr("batchgen.ledger.now", world.now)
-        self.patch.setattr("batchgen.lease.worker", world.process)
-        self.patch.setattr("batchgen.lease.machine", lambda: world.current().machine)
-        self.patch.setattr("batchgen.lease.process_runs", world.process_runs)
-        self.patch.setattr("batchgen.ledger.ThreadPoolExecutor", _InThisThread)
-        self.patch.setattr("batchgen.pieces.ThreadPoolExecutor", _InThisThread)
-        self.patch.setattr("batchgen.ledger.Heart", _no_heart)
+        self.world.install(self.patch)
 
     def _worker(self, slot: int, machine: str = "here", pace: int = 4) -> Worker:
         """The one at work in this place; a new start where there is none."""
@@ -222,6 +267,18 @@ class TwoWorkers(RuleBasedStateMachine):
     @rule(slot=SLOTS, machine=st.sampled_from(list(MACHINES)), pace=st.sampled_from([1, 4]), steps=st.integers(1, 40))
     def work(self, slot: int, machine: str, pace: int, steps: int) -> None:
         self._worker(slot, machine, pace).go("", steps)
+        self._look(slot)
+
+    @rule(
+        slot=SLOTS, machine=st.sampled_from(list(MACHINES)), pace=st.sampled_from([1, 4]), point=st.sampled_from(POINTS)
+    )
+    def work_up_to(self, slot: int, machine: str, pace: int, point: str) -> None:
+        """Stop before the next operation of this kind, long enough to be taken for dead."""
+        worker = self._worker(slot, machine, pace)
+        worker.go()
+        while worker.lives and worker.next.point != point:
+            worker.go()
+        self.world.seconds += DEAD_AFTER_SECONDS + 1
         self._look(slot)
 
     @rule(slot=SLOTS, order=st.sampled_from(["fails before", "fails after"]), steps=st.integers(1, 4))
@@ -262,14 +319,7 @@ class TwoWorkers(RuleBasedStateMachine):
             for worker in self.workers:
                 if worker is not None:
                     worker.go("dies before")
-            last = Worker(self.world, "here", 4)
-            last.go("", 1000)
-            assert not last.lives
-            last.judge()
-            assert last.end is None, "the run cannot be finished"
-            self.world.witness.look(self.world.store)
-            pieces = [name for name in self.world.store.list() if kind_of(name) == "piece"]
-            assert not pieces
+            self.world.finish()
         finally:
             self.patch.undo()
 
