@@ -55,7 +55,7 @@ class MeddledStore(Store):
     def __init__(
         self, url: str, storage_options: Mapping[str, Any] | None = None, *, retries: int = 0, meet: Meet
     ) -> None:
-        super().__init__(url, storage_options, retries=retries)
+        super().__init__(url, storage_options, retries=retries, pause=0.01)
         self._meet, self._inside = meet, threading.local()
 
     def _through(self, call: Call, do: Do) -> Any:

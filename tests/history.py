@@ -159,7 +159,7 @@ class History:
         self._lock = threading.Lock()
         self.points: Counter[str] = Counter()  # storage operations that were met
         self.output_tokens = 0  # of all engines
-        self._tidied = False  # the start that completed the run got to its end
+        self._tidied = False  # the start that completed the run could clear up undisturbed
         self._journal: Path | None = None  # where a process that may be killed writes what was promised to it
 
     def __getstate__(self) -> dict[str, Any]:
@@ -201,7 +201,7 @@ class History:
                 model_opener=lambda _: model,
                 store_opener=lambda url, extra, retries: MeddledStore(url, extra, retries=retries, meet=meet),
             )
-            self._tidied |= not was_complete
+            self._tidied |= not was_complete and not meets
             return summary
         finally:
             self.output_tokens += self.engine.output_tokens
@@ -317,7 +317,7 @@ class History:
         assert self.check(), "not complete"
         store = self.store()
         before = {name: store.read(name) for name in store.list()}
-        if self._tidied:  # else the start that completed the run died before it could
+        if self._tidied:
             assert not [name for name in before if kind_of(name) in ("piece", "trial")]
 
         def only_reads(call: Call, do: Do) -> Any:

@@ -198,10 +198,10 @@ def test_kill_9_at_random_times(
     history = History(make_job(inputs, f"{tmp_path}/out"), model_folder, references["parquet"])
     while code == -signal.SIGKILL:
         starts = len(history.store().list("_batchgen/epoch"))
-        process = history.start_process(tmp_path / "journal", real_feeder=True, pause=0.02, running=4, pace=2)
+        process = history.start_process(tmp_path / "journal", real_feeder=True, pause=0.01, running=4, pace=2)
         while process.is_alive() and len(history.store().list("_batchgen/epoch")) == starts:
             time.sleep(0.01)
-        process.join(chance.random() * (0.5 + kills / 10))
+        process.join(chance.random() * (0.3 + kills / 10))
         process.kill()
         code = history.end_process(process)
         kills += code == -signal.SIGKILL

@@ -8,26 +8,17 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from fakes import CHATML, byte_tokenizer
 from faults import Fault
 from history import History, Reference, ended, feed_inline, let_the_dead_be_dead, make_job, uninterrupted, write_inputs
+from s3 import Bucket
 
 from batchgen.errors import ExitCode
 
-s3 = pytest.importorskip("s3")  # an S3 server
-
 HERE = Path(__file__).parent
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[s3.S3Server]:
-    running = s3.S3Server()
-    yield running
-    running.close()
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +37,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory, inputs: Path, model_fold
 
 
 @pytest.fixture
-def history(server: s3.S3Server, inputs: Path, model_folder: Path, reference: Reference) -> History:
-    bucket = server.bucket()
-    a_job = make_job(inputs, bucket.url, output__storage_options=bucket.storage_options, checkpoint__interval=0.05)
+def history(s3: Bucket, inputs: Path, model_folder: Path, reference: Reference) -> History:
+    changed = {"output__storage_options": s3.storage_options, "checkpoint__interval": 0.05, "errors__retries": 2}
+    a_job = make_job(inputs, s3.url, **changed)
     return History(a_job, model_folder, reference)
 
 
@@ -100,7 +91,7 @@ def test_the_command_is_killed_twice_and_started_twice_at_once(
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_server_that_fails_is_asked_again(
-    server: s3.S3Server, history: History, monkeypatch: pytest.MonkeyPatch, when: str
+    s3: Bucket, history: History, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """Answers of 500 in place of the n-th write, or behind it: the job goes on as if nothing had been."""
     feed_inline(monkeypatch)
@@ -115,10 +106,8 @@ def test_a_server_that_fails_is_asked_again(
         return None
 
     count = 0
-    server.fault = fault
-    try:
-        history.start()
-    finally:
-        server.fault = lambda request: None
+    s3.server.fault = fault
+    history.start()
+    s3.server.fault = lambda request: None
     assert len(left) < 4
     history.check_end()
