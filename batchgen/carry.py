@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen.errors import ConfigError
-from batchgen.io import sources
+from batchgen.io import openai, sources
 from batchgen.io.files import InputFile
 from batchgen.io.sinks import JSON_TEXT
 from batchgen.spec import JobSpec
@@ -37,13 +37,28 @@ PLAIN_TYPES = {  # what results hold in place of types that writers and readers 
 class Column:
     """One column on its way into the results.
 
-    `form` says how values are written: "own" as the Arrow type they have, "text" as the text they are (or as JSON), or
-    as one of DECLARED_TYPES.
+    `form` says how values are written: "own" as the Arrow type they have, "text" as the text they are (or as JSON), as
+    one of DECLARED_TYPES, or what an answer repeats of a request's body ("endpoint", "model"). `source` is the input
+    column, where its name is another one.
     """
 
     field: pa.Field
     form: str
     is_id: bool = False
+    source: str | None = None
+
+    @property
+    def name(self) -> str:
+        """In the input."""
+        return self.field.name if self.source is None else self.source
+
+
+# Of OpenAI requests: what names them, and what answers in OpenAI's form repeat of them.
+CUSTOM_ID = Column(pa.field(openai.ID, pa.string()), "custom_id", is_id=True)
+REPEATED = (
+    Column(pa.field("endpoint", pa.string()), "endpoint", source="body"),
+    Column(pa.field("model", pa.string()), "model", source="body"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +78,7 @@ class InputFields:
     @property
     def names(self) -> tuple[str, ...]:
         """The input columns to read."""
-        return tuple(dict.fromkeys(column.field.name for column in self.columns))
+        return tuple(dict.fromkeys(column.name for column in self.columns))
 
 
 def input_fields(spec: JobSpec, files: Sequence[InputFile], formats: Sequence[str]) -> InputFields:
@@ -73,7 +88,10 @@ def input_fields(spec: JobSpec, files: Sequence[InputFile], formats: Sequence[st
     all. From JSON Lines it is JSON text unless the job gives a type
     (which JSON Lines results hold as the value it stands for). Reads the Parquet files' footers if need be.
     """
-    names, id_name = spec.output.columns, spec.input.id
+    requests = spec.input.format == "openai"
+    if requests and spec.output.format == "openai":
+        return InputFields((CUSTOM_ID, *REPEATED))
+    names, id_name = spec.output.columns, spec.input.id_column
     if not names and id_name is None:
         return InputFields(())
     options = spec.input.storage_options
@@ -92,6 +110,9 @@ def input_fields(spec: JobSpec, files: Sequence[InputFile], formats: Sequence[st
         if common is not None:
             columns.append(Column(pa.field(name, common), "own", is_id))
         else:
+            if is_id and requests:
+                columns.append(CUSTOM_ID)
+                continue
             form = "text" if is_id else declared or "json"
             metadata = JSON_TEXT if form == "json" else None
             columns.append(Column(pa.field(name, DECLARED_TYPES[form][0], metadata=metadata), form, is_id))
@@ -109,7 +130,7 @@ def _all_names(
         chunks = sources.read_shards(first, "jsonl", columns=None, shard_rows=None, done={}, storage_options=options)
         for row in next(chunks).rows:
             names.update(dict.fromkeys(row.values or ()))
-    return [name for name in names if name != spec.input.id]
+    return [name for name in names if name != spec.input.id_column]
 
 
 def _common_type(name: str, tables: Sequence[pa.Schema]) -> pa.DataType | None:
@@ -161,8 +182,8 @@ class Carrier:
         return pa.record_batch(arrays, schema=self.schema), wrong
 
     def _array(self, column: Column, chunk: sources.Chunk, wrong: dict[int, RowError]) -> pa.Array:
-        name, kind = column.field.name, column.field.type
-        if column.is_id:
+        name, kind = column.name, column.field.type
+        if column.is_id and column.form != "custom_id":  # which is checked with the rest of its request
             for place, row in enumerate(chunk.rows):
                 if row.values is not None and name not in row.values:
                     wrong[place] = RowError("missing_column", f"the row has no column `{name}`, which input.id names")
@@ -191,6 +212,9 @@ def _json_text(value: Any) -> str:
 CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "json": _json_text,
     "text": lambda value: value if isinstance(value, str) else _json_text(value),
+    "custom_id": lambda value: value if isinstance(value, str) else _json_text(value),
+    "endpoint": openai.endpoint_of,
+    "model": openai.model_of,
 }
 
 

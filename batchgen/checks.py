@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from batchgen.errors import ConfigError, PermissionDenied
+from batchgen.errors import ConfigError, InvalidRow, PermissionDenied
 from batchgen.io.files import InputFile, expand, open_input
 from batchgen.io.storage import local_path
 from batchgen.spec import JobSpec, PromptSpec
@@ -141,7 +141,16 @@ def _check_lines(spec: JobSpec, file: InputFile, head: bytes, variables: dict[st
     rows = [values for line in whole if line.strip() and isinstance(values := parse(line.strip())[0], dict)]
     if not rows:  # compressed, or no JSON Lines: the run will look closer
         return
+    if spec.input.format == "openai":
+        _check_requests(rows, file, where)
     have = set().union(*rows)
+    prompt = spec.prompt
+    given = any(one is not None for one in (prompt.column, prompt.template, prompt.messages, prompt.token_ids))
+    if spec.input.format == "auto" and not given and all("custom_id" in row and "body" in row for row in rows):
+        from batchgen.prompts import DEFAULT_COLUMNS
+
+        if not have.intersection(DEFAULT_COLUMNS):
+            raise ConfigError(f"{where}: `input.format`: {file.path} holds OpenAI batch requests; set it to openai")
     variables.pop(WHOLE_ROW, None)
     for column, key in _wanted(spec, variables):
         if column not in have and key != "output.columns":  # others may be rare
@@ -151,10 +160,32 @@ def _check_lines(spec: JobSpec, file: InputFile, head: bytes, variables: dict[st
             )
 
 
+def _check_requests(rows: Sequence[Mapping[str, Any]], file: InputFile, where: str) -> None:
+    """One bad request is its own trouble; where all of the first are, the file or the job is wrong."""
+    from batchgen.io.openai import read_call
+
+    problems = []
+    for row in rows:
+        try:
+            read_call(row)
+            return
+        except InvalidRow as error:
+            problems.append(error.message)
+    raise ConfigError(
+        f"{where}: `input.format: openai`: none of the first {len(rows)} lines of {file.path} is a request that can be "
+        f"answered; the first: {problems[0]}"
+    )
+
+
 def _wanted(spec: JobSpec, variables: dict[str, str]) -> Iterator[tuple[str, str]]:
     """Every column that the job needs, with the key that wants it."""
     prompt = spec.prompt
-    named = {"prompt.column": prompt.column, "prompt.token_ids": prompt.token_ids, "input.id": spec.input.id}
+    named = {
+        "prompt.column": prompt.column,
+        "prompt.token_ids": prompt.token_ids,
+        "input.id": spec.input.id,
+        "sampling.column": spec.sampling.column,
+    }
     if isinstance(prompt.tools, str):
         named["prompt.tools"] = prompt.tools
     yield from ((column, key) for key, column in named.items() if column is not None)

@@ -88,6 +88,13 @@ def _params(context: click.Context, option: click.Parameter, values: tuple[str, 
     return params
 
 
+def _yaml_params(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> dict[str, Any]:
+    from batchgen.jobfile import parse_yaml
+
+    texts = _params(context, option, values)
+    return {name: parse_yaml(text, where=f"{option.opts[0]} {name}") for name, text in texts.items()}
+
+
 def _duration(context: click.Context, option: click.Parameter, value: str | None) -> float | None:
     from batchgen import kinds
 
@@ -344,6 +351,41 @@ def bench_engine(
         model=settings.model, spec=settings.engine, workload=workload, workload_file=workload_file, save=save
     )
     _print_json(found)
+
+
+@bench.command("data")
+@click.option("--rows", type=click.IntRange(1), default=200_000, show_default=True, help="Rows of the input.")
+@click.option("--prompt-tokens", type=click.IntRange(1), default=100, show_default=True, help="Of a row, about.")
+@click.option("--answer-tokens", type=click.IntRange(1), default=32, show_default=True, help="Of a row, at most.")
+@click.option("--files", type=click.IntRange(1), default=1, show_default=True, help="Files that the input is cut into.")
+@click.option("--input-format", type=click.Choice(["parquet", "jsonl"]), default="parquet", show_default=True)
+@click.option("--output-format", type=click.Choice(["parquet", "jsonl"]), default="parquet", show_default=True)
+@click.option(
+    "--carried-bytes", type=click.IntRange(0), default=0, help="Size of a text column that goes into the results."
+)
+@click.option("--model", metavar="PATH", help="Whose tokenizer is used; by default one with a token for each byte.")
+@click.option("--folder", metavar="URL", help="A new folder for input and results, kept; by default a temporary one.")
+@click.option(
+    "--storage-option",
+    "storage_options",
+    multiple=True,
+    metavar="NAME=VALUE",
+    callback=_yaml_params,
+    help="As storage_options in a job file; VALUE is YAML.",
+)
+@click.option(
+    "--resume", is_flag=True, help="Kill the job when half of the rows are committed; measure the next start."
+)
+@_debug_option
+def bench_data(resume: bool, **workload: Any) -> None:
+    """Run a synthetic input through everything but the model; prints one JSON line.
+
+    The model answers at once: what is measured is reading, encoding, decoding and committing.
+    """
+    _show_logs()
+    from batchgen import bench_data as benches
+
+    _print_json(benches.measure(benches.Workload(**workload), resume=resume))
 
 
 if __name__ == "__main__":

@@ -23,8 +23,10 @@ from batchgen.carry import Carrier, InputFields
 from batchgen.errors import BatchgenError, ConfigError, InvalidRow
 from batchgen.io import sources
 from batchgen.io.files import InputFile
+from batchgen.io.openai import Call, read_call
 from batchgen.lifeline import die_with_input
 from batchgen.prompts import Draft, Prompt, PromptBuilder
+from batchgen.rowparams import RowParams, read_column
 from batchgen.spec import JobSpec
 from batchgen.tokenizer import Tokenizer
 from batchgen.types import NO_TOKENS, RowError, SamplingParams, ShardRange, TokenIds
@@ -32,6 +34,7 @@ from batchgen.types import NO_TOKENS, RowError, SamplingParams, ShardRange, Toke
 BIG_TEXT = 64 << 10  # longer prompts are encoded one by one, so that a slow one is known
 RENDER_MEMORY = 1 << 30  # bytes that rendering a chunk's rows may take on top
 
+_Own = tuple[Mapping[str, Any], Call | None, SamplingParams]
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
@@ -207,12 +210,14 @@ class Worker:
     state: State
     builder: PromptBuilder = field(init=False)
     carrier: Carrier = field(init=False)
+    params: RowParams = field(init=False)
 
     def __post_init__(self) -> None:
         spec = self.task.spec
         tokenizer = Tokenizer.load(self.task.model_path, chat_template=spec.model.chat_template)
         self.builder = PromptBuilder(spec.prompt, spec.sampling, tokenizer, self.task.max_model_len)
         self.carrier = Carrier(self.task.fields)
+        self.params = RowParams(spec.sampling, tokenizer.vocab_size)
 
     def run(self) -> Iterator[RowBatch]:
         task = self.task
@@ -273,11 +278,13 @@ class Worker:
         schema = sources.schema(file, kind, self.task.spec.input.storage_options)
         if schema is None:
             return None
-        return list(dict.fromkeys([*self.builder.columns(schema.names), *self.task.fields.names]))
+        own = self.task.spec.sampling.column
+        wanted = [*self.builder.columns(schema.names), *self.task.fields.names, *([] if own is None else [own])]
+        return list(dict.fromkeys(wanted))
 
     def _batch(self, file: InputFile, chunk: sources.Chunk) -> RowBatch:
         carried, wrong = self.carrier.take(chunk)
-        prompts = self._prompts(file, chunk.rows, wrong)
+        prompts, params = self._prompts(file, chunk.rows, wrong)
         failed = [(i, p.code, p.message) for i, p in enumerate(prompts) if isinstance(p, InvalidRow)]
         ids = [prompt.token_ids if isinstance(prompt, Prompt) else NO_TOKENS for prompt in prompts]
         offsets = np.zeros(len(ids) + 1, np.int64)
@@ -293,18 +300,20 @@ class Worker:
             carried=carried,
             end=chunk.end,
             last_of_file=chunk.last,
+            params=None if all(one is self.params.default for one in params) else params,
             has_id=self.task.fields.id is not None,
             share=chunk.share,
         )
 
     def _prompts(
         self, file: InputFile, rows: Sequence[sources.Row], wrong: Mapping[int, RowError]
-    ) -> list[Prompt | InvalidRow]:
-        """Every row's prompt, or why it has none."""
+    ) -> tuple[list[Prompt | InvalidRow], list[SamplingParams]]:
+        """Every row's prompt, or why it has none, and its sampling parameters."""
         task, state = self.task, self.state
+        params = [self.params.default] * len(rows)
         results: dict[int, Prompt | InvalidRow] = {}
         small: dict[int, Draft] = {}
-        with templates.memory_limit(RENDER_MEMORY):
+        with templates.memory_limit(RENDER_MEMORY), templates.timer():
             for place, row in enumerate(rows):
                 state.write(file.number, row.number, row.number)
                 problem = row.error or wrong.get(place)
@@ -315,7 +324,12 @@ class Worker:
                     message = "the prompt could not be made in reasonable time: rendering or encoding did not end"
                     results[place] = InvalidRow("template_error", message)
                 else:
-                    draft = self._guarded(self.builder.draft, row.values)
+                    own = self._guarded(self._own, row.values)
+                    if isinstance(own, InvalidRow):
+                        results[place] = own
+                        continue
+                    params[place] = own[2]
+                    draft = self._guarded(self._draft, own)
                     if isinstance(draft, InvalidRow):
                         results[place] = draft
                     else:
@@ -328,7 +342,21 @@ class Worker:
             state.write(file.number, rows[min(small)].number, rows[max(small)].number)
             results.update(zip(small, self._encoded(list(small.values())), strict=True))
         state.write(file.number, -1, -1)
-        return [results[place] for place in range(len(rows))]
+        return [results[place] for place in range(len(rows))], params
+
+    def _own(self, values: Mapping[str, Any]) -> _Own:
+        """What a row brings: its values, its call where rows are OpenAI requests, its parameters."""
+        sampling = self.task.spec.sampling
+        if self.task.spec.input.format == "openai":
+            call = read_call(values)
+            return values, call, self.params.over(call.sampling, "body")
+        if sampling.column is not None:
+            return values, None, self.params.over(read_column(values, sampling.column), f"column `{sampling.column}`")
+        return values, None, self.params.default
+
+    def _draft(self, own: _Own) -> Draft:
+        values, call, params = own
+        return self.builder.draft(values, params) if call is None else self.builder.draft_call(call, params)
 
     def _goes_alone(self, file: InputFile, row: sources.Row, draft: Draft) -> bool:
         careful = self.task.careful

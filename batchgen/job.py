@@ -17,7 +17,7 @@ from batchgen import __version__, ledger
 from batchgen.carry import input_fields
 from batchgen.errors import ConfigError, Interrupted, NoInputError, StorageError
 from batchgen.feeder import Feeder
-from batchgen.io import sinks, sources
+from batchgen.io import answers, sinks, sources
 from batchgen.io.files import InputFile, expand
 from batchgen.io.storage import local_path
 from batchgen.io.stores import Store
@@ -25,7 +25,7 @@ from batchgen.lease import Heart
 from batchgen.ledger import Ledger
 from batchgen.loop import Loop, ModelLike, resolved_sampling
 from batchgen.metrics import Meter
-from batchgen.parts import Built, Parts
+from batchgen.partwriter import Built, PartWriter
 from batchgen.report import Progress, table
 from batchgen.runfolder import TRIAL
 from batchgen.spec import JobSpec, SamplingSpec
@@ -187,6 +187,8 @@ class _Start:
         formats = [sources.detect(file, spec.input.format, spec.input.storage_options) for file in files]
         fields = input_fields(spec, files, formats)
         schema = sinks.result_schema(id_field=fields.id, carried=fields.carried, token_ids=spec.output.token_ids)
+        if spec.output.format == "openai":
+            schema = schema.with_metadata({answers.MODEL: spec.model.path})
         model = self._model_opener(_pinned(spec, record))
         _check_stop_ids(spec, model)
         if overwrite:  # the last moment: whatever is wrong with the job has been said
@@ -214,7 +216,7 @@ class _Start:
             unread = [number for number in range(len(files)) if self.limit is not None or not book.is_done(number)]
             feeder = stack.enter_context(
                 Feeder(
-                    spec,
+                    spec.model_copy(update={"sampling": resolved_sampling(spec, model)}),
                     [files[number] for number in unread],
                     [formats[number] for number in unread],
                     model.tokenizer_path,
@@ -233,7 +235,7 @@ class _Start:
             progress = Progress(meter)
             stack.callback(progress.close)
             writer: Writer[Built] = stack.enter_context(Writer())
-            parts = Parts(spec, files, formats, fields, schema, book, model.tokenizer)
+            parts = PartWriter(spec, files, formats, fields, schema, book, model.tokenizer)
             dog = Watchdog(spec.errors.stall_timeout)
             if self._spot is not None and self._spot.notice is not None:  # loading a model is not worth its while
                 raise Interrupted(f"{self._spot.notice}; run the same command again, on another machine", "spot")
@@ -257,11 +259,19 @@ class _Start:
             return "limit", "the token limit of this start is reached"
         return None
 
+    def _stop_if_asked(self) -> None:
+        """While files are made of finished parts, which the next start can do as well."""
+        if self._stop.name is not None:
+            raise Interrupted(
+                f"{self._stop.name} received: every row is finished; run the same command again to complete the folder",
+                reason="signal",
+            )
+
     def _end(self, book: Ledger, loop: Loop) -> dict[str, Any]:
         seconds = round(time.monotonic() - self._began, 3)
         speed = round(loop.tokens / max(loop.seconds, 1e-9), 1)
         if self.limit is None:
-            counters = book.finish({"seconds_of_last_start": seconds})["counters"]
+            counters = book.finish({"seconds_of_last_start": seconds}, self._stop_if_asked)["counters"]
         else:
             totals = book.totals()
             totals.add(loop.trial)

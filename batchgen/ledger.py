@@ -7,10 +7,12 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from batchgen import runfolder
 from batchgen.errors import BatchgenError, ConfigError, Interrupted, StorageError
+from batchgen.io.files import COPIES
 from batchgen.io.stores import Store
 from batchgen.jobrecord import JobRecord, check_same, establish, read_job
 from batchgen.lease import DEAD_AFTER_SECONDS, Heart, Lease, holder, latest_epoch, now, seems_alive, who
@@ -221,13 +223,13 @@ class Ledger:
             if proof.shard != shard:
                 raise StorageError(f"{path}: this part is corrupt: it holds {proof.shard} where {shard} belongs")
             return proof
-        counters = counters or count_jsonl(data, path, shard)
+        counters = counters or count_jsonl(data, path, shard, part_format=self.shape["format"])
         checksum = hashlib.sha256(data).hexdigest()
         return PartProof(self._job.digest, self._lease.epoch, shard, counters, checksum, len(data))
 
     def _know(self, name: str, proof: PartProof) -> None:
         """A part is proven: write its proof down where it cannot carry it, and count what it holds."""
-        if self.shape["format"] == "jsonl":
+        if self.shape["format"] != "parquet":
             standing = put_record(self._store, proof_name(name), proof.to_json())
             if standing.get("checksum") != proof.checksum:  # of a part that somebody deleted
                 self._store.replace(proof_name(name), runfolder.encode(proof.to_json()))
@@ -280,8 +282,12 @@ class Ledger:
                     f"delete the part or {index_name(file)}, whichever is wrong, and run again"
                 )
 
-    def finish(self, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Write _SUCCESS: only when every file is indexed and every part is there and proven. Returns what it says."""
+    def finish(self, extra: Mapping[str, Any], pulse: Callable[[], None] = lambda: None) -> dict[str, Any]:
+        """Write _SUCCESS: only when every file is indexed and every part is there and proven. Returns what it says.
+
+        What an OpenAI run has besides its parts is made first. That takes its time: `pulse` is called meanwhile, and
+        may raise what ends this start.
+        """
         expected = [(shard.file, shard.shard) for file in sorted(self._index) for shard in self._index[file]]
         format_ = self.shape["format"]
         there = {key for name in self._store.list(recursive=False) if (key := parse_part(name, format_)) is not None}
@@ -311,11 +317,32 @@ class Ledger:
             "counters": self._totals.to_json(),
             "parts": parts,
         }
+        if format_ == "openai":
+            self._publish([part_name(*key, format_) for key in expected], own, pulse)
         for name in self._store.list(TRIAL):  # the parts hold it all now
             self._store.delete(name)
         summary = put_record(self._store, SUCCESS, {**extra, **own})
         self._pieces.clear()
         return summary
+
+    def _publish(self, parts: Sequence[str], summary: Mapping[str, Any], pulse: Callable[[], None]) -> None:
+        from batchgen.io import answers
+
+        listed = read_record(self._store, INPUTS) or {"files": []}
+        created, completed = (
+            int(datetime.fromisoformat(summary[when]).timestamp()) for when in ("started", "finished")
+        )
+        answers.publish(
+            self._store,
+            parts,
+            self._totals,
+            digest=self._job.digest,
+            inputs=[file["path"] for file in listed["files"]],
+            created=created,
+            completed=completed,
+            pulse=pulse,
+        )
+        self._lease.check()
 
     # the slot
 
@@ -508,9 +535,10 @@ def overwrite(store: Store) -> None:
     if last and seems_alive(last):
         raise Interrupted(f"{store.url}: {who(last)} is at work on this run; end it first", reason="locked")
     job = read_record(store, JOB)
-    formats = PART_FORMATS if job is None else (job["shape"]["format"],)
+    formats = tuple(PART_FORMATS) if job is None else (job["shape"]["format"],)
     names = store.list()
     parts = [name for name in names if any(parse_part(name, part_format) for part_format in formats)]
+    copies = [name for name in names if name in COPIES and "openai" in formats]
     state = [name for name in names if name.startswith(STATE) and name != JOB]
-    for name in [SUCCESS, *parts, *state, JOB]:
+    for name in [SUCCESS, *copies, *parts, *state, JOB]:
         store.delete(name)

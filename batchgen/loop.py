@@ -17,7 +17,7 @@ from batchgen.io.files import InputFile
 from batchgen.lease import Heart
 from batchgen.ledger import Ledger
 from batchgen.metrics import Meter
-from batchgen.parts import Built, Parts
+from batchgen.partwriter import Built, PartWriter
 from batchgen.report import Progress
 from batchgen.runfolder import Counters
 from batchgen.spec import JobSpec, SamplingSpec
@@ -106,7 +106,7 @@ class Loop:
         files: Sequence[InputFile],
         book: Ledger,
         feeder: Feeder,
-        parts: Parts,
+        parts: PartWriter,
         writer: Writer[Built],
         model: ModelLike,
         meter: Meter,

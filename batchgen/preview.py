@@ -24,7 +24,8 @@ def preview(
     files = expand(spec.input.path, spec.input.storage_options, allow_empty=spec.input.allow_empty)
     formats = [sources.detect(file, spec.input.format, spec.input.storage_options) for file in files]
     model = model_opener(spec)
-    default = resolved_sampling(spec, model).params()
+    spec = spec.model_copy(update={"sampling": resolved_sampling(spec, model)})
+    default = spec.sampling.params()
     with Feeder(spec, files, formats, model.tokenizer_path, model.max_model_len, {}, n) as feeder:
         engine = model.engine()
         while not feeder.finished:

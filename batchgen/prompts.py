@@ -13,10 +13,11 @@ from jinja2 import meta
 
 from batchgen import templates
 from batchgen.errors import ConfigError, InvalidRow
+from batchgen.io.openai import Call
 from batchgen.spec import PromptSpec, SamplingSpec
 from batchgen.templates import WHOLE_ROW
 from batchgen.tokenizer import Tokenizer
-from batchgen.types import TokenIds
+from batchgen.types import SamplingParams, TokenIds
 
 DEFAULT_COLUMNS = ("messages", "prompt", "text")
 MAX_CUTS = 8  # tries to shorten a conversation until it fits
@@ -37,6 +38,7 @@ class Draft:
 
     Either `token_ids` are given, or `text` is to be encoded: as it is (`mark` empty), or with special tokens in data
     kept as text. `messages` and `tools` are what a chat's text was rendered from, to render it again when it is cut.
+    `budget` is how many tokens it is cut to where it is too long.
     """
 
     text: str = ""
@@ -44,6 +46,7 @@ class Draft:
     token_ids: TokenIds | None = None
     messages: list[dict[str, Any]] | None = None
     tools: Any = None
+    budget: int = 0
 
     def plain_text(self) -> str:
         return self.text.replace(self.mark, "") if self.mark else self.text
@@ -62,15 +65,14 @@ class PromptBuilder:
     """Builds prompts as `prompt:` in a job file says, for one model.
 
     `too_long: truncate_*` cuts so that the prompt and `max_tokens` fit into the context. Where max_tokens is null, or
-    alone as long as the context, it leaves room for one token.
+    alone as long as the context, it leaves room for one token. A row's own max_tokens counts for that row.
     """
 
     def __init__(self, prompt: PromptSpec, sampling: SamplingSpec, tokenizer: Tokenizer, max_model_len: int) -> None:
         self._spec = prompt
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
-        room = sampling.max_tokens or 1
-        self._budget = max_model_len - (room if room < max_model_len else 1)
+        self._params = sampling.params()
         self._literal = prompt.special_tokens_in_content == "literal"
         self._environment = templates.row_environment()
         self._source = self._find_source()
@@ -123,7 +125,7 @@ class PromptBuilder:
         """The template, and the columns that it reads; None where it can read any."""
         try:
             names = meta.find_undeclared_variables(self._environment.parse(source)) - set(self._environment.globals)
-            template = self._environment.from_string(source)
+            template = templates.compiled(self._environment, source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"{where} is not valid Jinja: line {error.lineno}: {error.message}") from None
         return template, None if WHOLE_ROW in names else frozenset(names)
@@ -143,17 +145,46 @@ class PromptBuilder:
 
     def build(self, values: Mapping[str, Any]) -> Prompt:
         """The prompt of one row; raises InvalidRow."""
-        prompt = self.encode([self.draft(values)])[0]
+        prompt = self.encode([self.draft(values, self._params)])[0]
         if isinstance(prompt, InvalidRow):
             raise prompt
         return prompt
 
-    def draft(self, values: Mapping[str, Any]) -> Draft:
+    def draft(self, values: Mapping[str, Any], params: SamplingParams) -> Draft:
         """Renders one row; raises InvalidRow. Cheap rows by the hundred are then encoded together."""
+        draft = self._draft(values)
+        draft.budget = self._budget(params)
+        return draft
+
+    def draft_call(self, call: Call, params: SamplingParams) -> Draft:
+        """Renders an OpenAI request: messages through the chat template, a prompt as it is."""
+        if call.messages is not None:
+            if self._tokenizer.chat_template is None:
+                why = "the model has no chat template; give one in model.chat_template"
+                raise InvalidRow("invalid_row", f"{call.url} needs a chat template, but {why}")
+            given = call.tools is not None
+            tools = call.tools if given else list(self._spec.tools or ())
+            messages = _messages(call.messages, "body.messages")
+            (messages, tools), mark = self._marked((messages, tools), tools_are_data=given)
+            draft = self._chat(messages, tools or None, mark)
+        elif isinstance(call.prompt, list):
+            draft = Draft(token_ids=self._token_ids(call.prompt, "body.prompt"))
+        else:
+            (text, _), mark = self._marked((call.prompt, None), tools_are_data=False)
+            draft = self._raw(text, mark)
+        draft.budget = self._budget(params)
+        return draft
+
+    def _budget(self, params: SamplingParams) -> int:
+        room = params.max_tokens or 1
+        return self._max_model_len - (room if room < self._max_model_len else 1)
+
+    def _draft(self, values: Mapping[str, Any]) -> Draft:
         spec = self._spec
         if spec.token_ids is not None:
             return Draft(token_ids=self._given_ids(values, spec.token_ids))
         tools: Any = spec.tools
+        are_data = isinstance(tools, str)  # and not of the job file
         if isinstance(tools, str):
             tools = _json_column(values, tools, "a list of tools")
         elif tools is not None:
@@ -161,7 +192,7 @@ class PromptBuilder:
         if self._source.template is not None or self._source.messages:
             names = self._source.columns
             row = dict(values) if names is None else {name: values[name] for name in names if name in values}
-            (row, tools), mark = self._marked((row, tools))
+            (row, tools), mark = self._marked((row, tools), are_data)
             variables = {WHOLE_ROW: row, **row}
             if self._source.template is not None:
                 return self._plain(_render(self._source.template, variables), tools, mark)
@@ -173,30 +204,33 @@ class PromptBuilder:
         value, name = self._column(values)
         where = f"column `{name}`"
         if isinstance(value, str) and name != "messages":
-            (value, tools), mark = self._marked((value, tools))
+            (value, tools), mark = self._marked((value, tools), are_data)
             return self._plain(value, tools, mark)
         if not isinstance(value, (str, list)):
             raise InvalidRow("invalid_row", f"{where} holds {_kind(value)}, expected text or a list of messages")
         if self._spec.chat is False or self._tokenizer.chat_template is None:
             why = "prompt.chat is false" if self._spec.chat is False else "the model has no chat template"
             raise InvalidRow("invalid_row", f"{where} holds {_kind(value)}, expected text, because {why}")
-        (messages, tools), mark = self._marked((_messages(value, where), tools))
+        (messages, tools), mark = self._marked((_messages(value, where), tools), are_data)
         return self._chat(messages, tools, mark)
 
-    def _marked(self, data: tuple[Any, Any]) -> tuple[Any, str]:
+    def _marked(self, data: tuple[Any, Any], tools_are_data: bool) -> tuple[Any, str]:
         if not self._literal:
             return data, ""
         value, tools = data
-        given = isinstance(self._spec.tools, str)  # tools in the job file are not data
-        (value, marked_tools), mark = self._tokenizer.mark((value, tools if given else None), avoid=self._avoid)
-        return (value, marked_tools if given else tools), mark
+        (value, marked_tools), mark = self._tokenizer.mark(
+            (value, tools if tools_are_data else None), avoid=self._avoid
+        )
+        return (value, marked_tools if tools_are_data else tools), mark
 
     def _column(self, values: Mapping[str, Any]) -> tuple[Any, str]:
         """The prompt's value and its column's name."""
         names = (self._spec.column,) if self._spec.column is not None else DEFAULT_COLUMNS
         there = [name for name in names if name in values]
         if not there:
-            raise InvalidRow("missing_column", f"the row has no column {' or '.join(f'`{name}`' for name in names)}")
+            hint = "; OpenAI batch lines need input.format: openai" if {"custom_id", "body"} <= values.keys() else ""
+            wanted = " or ".join(f"`{name}`" for name in names)
+            raise InvalidRow("missing_column", f"the row has no column {wanted}{hint}")
         for name in there:
             if values[name] is not None:
                 return values[name], name
@@ -205,6 +239,9 @@ class PromptBuilder:
     def _plain(self, text: str, tools: Any, mark: str) -> Draft:
         if self._wrap:
             return self._chat([{"role": "user", "content": text}], tools, mark)
+        return self._raw(text, mark)
+
+    def _raw(self, text: str, mark: str) -> Draft:
         bos = self._tokenizer.bos_token
         if bos and self._tokenizer.adds_bos:  # the tokenizer writes it, once
             text = text.removeprefix(bos).removeprefix(bos[0] + mark + bos[1:])
@@ -219,16 +256,16 @@ class PromptBuilder:
     def _given_ids(self, values: Mapping[str, Any], name: str) -> TokenIds:
         if name not in values:
             raise InvalidRow("missing_column", f"the row has no column `{name}`")
-        ids = values[name]
+        return self._token_ids(values[name], f"column `{name}`")
+
+    def _token_ids(self, ids: Any, where: str) -> TokenIds:
         if not isinstance(ids, list):
-            raise InvalidRow("invalid_row", f"column `{name}` holds {_kind(ids)}, expected a list of token ids")
+            raise InvalidRow("invalid_row", f"{where} holds {_kind(ids)}, expected a list of token ids")
         for index, item in enumerate(ids):
             if type(item) is not int or not 0 <= item < self._tokenizer.vocab_size:
                 given = item if type(item) is int else _kind(item)
                 limit = self._tokenizer.vocab_size
-                raise InvalidRow(
-                    "invalid_row", f"column `{name}`[{index}] is {given}, expected a token id below {limit}"
-                )
+                raise InvalidRow("invalid_row", f"{where}[{index}] is {given}, expected a token id below {limit}")
         return np.array(ids, np.int32)
 
     # -- drafts to prompts ---------------------------------------------------------------------------------------------
@@ -271,7 +308,7 @@ class PromptBuilder:
         if not len(ids):
             raise InvalidRow("empty_prompt", "the prompt has no tokens")
         policy = self._spec.too_long
-        limit = self._max_model_len - 1 if policy == "error" else self._budget
+        limit = self._max_model_len - 1 if policy == "error" else draft.budget
         if len(ids) <= limit:
             text = (
                 None
@@ -295,7 +332,7 @@ class PromptBuilder:
 
     def _shortened(self, draft: Draft, messages: list[dict[str, Any]], ids: TokenIds, side: str) -> Prompt:
         """Takes text from the longest user message until the conversation fits: the template's own tokens stay."""
-        messages = list(messages)
+        messages, budget = list(messages), draft.budget
         for _ in range(MAX_CUTS):
             texts = [
                 m["content"] if m["role"] == "user" and isinstance(m.get("content"), str) else "" for m in messages
@@ -303,13 +340,13 @@ class PromptBuilder:
             longest = max(range(len(texts)), key=lambda index: len(texts[index]))
             if not texts[longest]:
                 break
-            text = self._cut(texts[longest], len(ids) - self._budget, side)
+            text = self._cut(texts[longest], len(ids) - budget, side)
             messages[longest] = {**messages[longest], "content": text}
             draft = self._chat(messages, draft.tools, draft.mark)
             ids = self._encode_one(draft)
-            if len(ids) <= self._budget:
+            if len(ids) <= budget:
                 return Prompt(ids, True, draft.plain_text())
-        raise self._too_long(len(ids), self._budget)
+        raise self._too_long(len(ids), budget)
 
     def _cut(self, text: str, over: int, side: str) -> str:
         """`text` without `over` of its tokens, and shorter than before in any case."""

@@ -25,19 +25,19 @@ PROOFS = "_batchgen/proofs/"
 INDEX = "_batchgen/index/"
 TRIAL = "_batchgen/trial/"
 SUCCESS = "_SUCCESS"
-PART_FORMATS = ("parquet", "jsonl")
+PART_FORMATS = {"parquet": "parquet", "jsonl": "jsonl", "openai": "jsonl"}  # how the files' names end
 
 _PART = re.compile(r"part-(\d{5,})-(\d{5,})\.(\w+)")
 
 
 def part_name(file: int, shard: int, part_format: str) -> str:
-    return f"part-{file:05d}-{shard:05d}.{part_format}"
+    return f"part-{file:05d}-{shard:05d}.{PART_FORMATS[part_format]}"
 
 
 def parse_part(name: str, part_format: str) -> tuple[int, int] | None:
     """(file, shard) of a part's name; None for any other file."""
     match = _PART.fullmatch(name)
-    if match is None or match[3] != part_format:
+    if match is None or match[3] != PART_FORMATS[part_format]:
         return None
     file, shard = int(match[1]), int(match[2])
     return (file, shard) if part_name(file, shard, part_format) == name else None

@@ -35,10 +35,9 @@ NOT_SUPPORTED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "task": ("score, embed", lambda value: value != "generate"),
     "model.quantization": ("any quantisation while loading", lambda value: value is not None),
     "model.storage_options": ("models in a remote store", bool),
-    "input.format": ("openai, csv, arrow, text", lambda value: value not in ("auto", "parquet", "jsonl")),
+    "input.format": ("csv, arrow, text", lambda value: value in ("csv", "arrow", "text")),
     "input.where": ("filters", lambda value: value is not None),
     "sampling.max_tokens": ("0", lambda value: value == 0),
-    "sampling.column": ("parameters per row", lambda value: value is not None),
     "sampling.repetition_penalty": ("other than 1", lambda value: value != 1),
     "sampling.presence_penalty": ("other than 0", lambda value: value != 0),
     "sampling.frequency_penalty": ("other than 0", lambda value: value != 0),
@@ -49,7 +48,6 @@ NOT_SUPPORTED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "sampling.bad_words": ("any entry", bool),
     "sampling.repetition_stop": ("any value", lambda value: value is not None),
     "structured": ("structured output of every kind", lambda value: value is not None),
-    "output.format": ("openai", lambda value: value == "openai"),
     "engine.device": ("cuda", lambda value: value not in ("auto", "cpu")),
     "engine.kv_dtype": ("float16, fp8", lambda value: value not in ("auto", "float32", "bfloat16")),
     "engine.attention": ("triton, flash", lambda value: value in ("triton", "flash")),
@@ -124,12 +122,14 @@ class InputSpec(Section):
         "local or any fsspec URL."
     )
     format: Literal["auto", "parquet", "jsonl", "openai", "csv", "arrow", "text"] = Field(
-        default="auto", description="auto tells each file's format by its content, then by its name."
+        default="auto",
+        description="auto tells each file's format by its content, then by its name. openai, the lines of an OpenAI "
+        "batch file, is never guessed.",
     )
     id: kinds.Text | None = Field(
         default=None,
         description="Column with the row's id, after which its random draws are named; null makes it the text "
-        '"file:row".',
+        '"file:row". OpenAI requests have their `custom_id`.',
     )
     where: kinds.Text | None = Field(
         default=None, description="A filter over the columns: only rows that pass are read."
@@ -143,10 +143,16 @@ class InputSpec(Section):
         default={}, description="Options for the store of `path`, as fsspec takes them. Never written into the results."
     )
 
+    @property
+    def id_column(self) -> str | None:
+        """The column that rows are named by."""
+        return "custom_id" if self.format == "openai" else self.id
+
 
 class PromptSpec(Section):
     """How a row becomes a prompt. At most one of `column`, `template`, `messages` and `token_ids` is given; without
-    any, the first of the columns `messages`, `prompt` and `text` that exists is the prompt."""
+    any, the first of the columns `messages`, `prompt` and `text` that exists is the prompt. OpenAI requests bring
+    their own, and take none of the four."""
 
     key = "prompt"
     column: kinds.Text | None = Field(
@@ -204,7 +210,8 @@ class SamplingSpec(Section):
     key = "sampling"
     FROM_MODEL: ClassVar = ("temperature", "top_p", "top_k", "min_p")  # what `defaults: model` may fill in
     max_tokens: kinds.Natural | None = Field(
-        description="Most tokens in one answer; null is what the prompt leaves of the context. There is no hidden cap."
+        description="Most tokens in one answer; null is what the prompt leaves of the context. There is no hidden cap. "
+        "OpenAI requests bring their own or none, and take null here."
     )
     defaults: Literal["none", "model"] = Field(
         default="none",
@@ -212,7 +219,9 @@ class SamplingSpec(Section):
         "job does not give them.",
     )
     column: kinds.Text | None = Field(
-        default=None, description="Column (struct or JSON) that overrides these keys for its row."
+        default=None,
+        description="Column (an object, struct or JSON text) whose non-null fields override these keys for its row; "
+        "a row's `n` is at most 128.",
     )
     temperature: kinds.NaturalNumber = Field(
         default=0.0, description="0 takes the most likely token every time; 1 draws from the model's own distribution."
@@ -317,7 +326,11 @@ class OutputSpec(Section):
 
     key = "output"
     path: kinds.Text = Field(description="A folder of its own for results and progress, local or any fsspec URL.")
-    format: Literal["parquet", "jsonl", "openai"] = Field(default="parquet", description="Format of the result files.")
+    format: Literal["parquet", "jsonl", "openai"] = Field(
+        default="parquet",
+        description="Format of the result files. openai writes a line for each row as OpenAI's batch API does, and at "
+        "the end `output.jsonl`, `errors.jsonl` and `batch.json`.",
+    )
     columns: kinds.Columns = Field(
         default={},
         description="Input columns that are carried over. One named like a result column becomes `input_<name>`. A "
@@ -408,6 +421,35 @@ class JobSpec(Section):
     checkpoint: CheckpointSpec = CheckpointSpec()
     errors: ErrorsSpec = ErrorsSpec()
 
+    @model_validator(mode="after")
+    def _openai(self) -> JobSpec:
+        """OpenAI's lines have their places for prompt, parameters and results: keys that say it again are refused."""
+        wrong = []
+        if self.input.format == "openai":
+            why = "input.format: openai takes it from the requests"
+            given = {
+                "input.id": self.input.id not in (None, "custom_id"),
+                "prompt.chat": self.prompt.chat != "auto",
+                "sampling.column": self.sampling.column is not None,
+            }
+            for key in ("column", "template", "messages", "token_ids"):
+                given[f"prompt.{key}"] = getattr(self.prompt, key) is not None
+            wrong += [f"{key} is given, but {why}; leave it out" for key, is_given in given.items() if is_given]
+            if isinstance(self.prompt.tools, str):
+                wrong.append(f"prompt.tools names a column, but {why}; give a list, or leave it out")
+            if self.sampling.max_tokens is not None:
+                wrong.append(
+                    f"sampling.max_tokens is {self.sampling.max_tokens}, but {why}, and a request without one has what "
+                    "is left of the context; set it to null"
+                )
+        if self.output.format == "openai":
+            for key in ("columns", "token_ids"):
+                if getattr(self.output, key):
+                    wrong.append(f"output.{key} is given, but output.format: openai has no place for it; leave it out")
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        return self
+
     def to_json(self) -> dict[str, Any]:
         """Plain data that `JobSpec.model_validate` reads back; storage options, which hold secrets, are left out."""
         data = self.model_dump(mode="json")
@@ -457,6 +499,8 @@ def _overridden(data: dict[str, Any], overrides: Sequence[str], where: str) -> t
 
     def place(key: tuple[str, ...]) -> str:
         """The last override of the key, of what holds it or of what it holds; else the file."""
+        if not key:  # the job as a whole
+            return where
         blamed = [text for keys, text in set_by.items() if keys[: len(key)] == key[: len(keys)]]
         return blamed[-1] if blamed else where
 
@@ -478,11 +522,11 @@ def validated(section: type[_SectionT], data: Mapping[str, Any], place: _Place) 
             named = path
             if problem["type"] == "not_supported" and isinstance(problem["input"], str | int | float):
                 named = f"{path}: {problem['input']}"  # it is this value that is refused, not the key
-            lines.append(f"{place(key)}: `{named}`: {_explained(problem, path)}")
+            lines.append(f"{place(key)}: " + (f"`{named}`: " if named else "") + explained(problem, path))
         raise ConfigError("\n".join(lines)) from None
 
 
-def _explained(problem: ErrorDetails, path: str) -> str:
+def explained(problem: ErrorDetails, path: str) -> str:
     """What is wrong at `path`, and what would be right."""
     given = problem["input"]
     value = type(given).__name__ if "storage_options" in path else kinds.shown(given)

@@ -22,6 +22,7 @@ from batchgen.errors import ConfigError, InvalidRow, ModelError
 from batchgen.types import TokenIds
 from batchgen.weights.gguf_metadata import read_metadata
 from batchgen.weights.gguf_tokenizer import build
+from batchgen.wordcache import WordCache, encode_whole
 
 PRIVATE_USE = range(0xE000, 0xF900)
 REPLACEMENT = "\ufffd"
@@ -55,6 +56,7 @@ class Tokenizer:
         added = self._rust.get_added_tokens_decoder()
         self._special = {t.content for t in added.values() if t.special} | set(self._names.values())
         self._guard = _Guard(self._rust, self._special)
+        self._words = WordCache.of(self._rust)
         self._content = parts.content
         self.bos_token = self._names.get("bos_token")
         self.bos_token_id: int | None = self._rust.token_to_id(self.bos_token) if self.bos_token else None
@@ -82,8 +84,9 @@ class Tokenizer:
         return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[TokenIds]:
-        encodings = self._rust.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+        if self._words is not None:
+            return self._words.encode_batch(texts, add_special_tokens=add_special_tokens)
+        return encode_whole(self._rust, texts, add_special_tokens)
 
     def encode_with_offsets(self, text: str) -> list[tuple[int, int]]:
         """The place in `text` of every token it has, without special tokens around it."""
@@ -123,7 +126,7 @@ class Tokenizer:
                 known = f" by default, only {', '.join(sorted(self._templates))}" if self._templates else ""
                 raise ConfigError(f"the model has no chat template{known}; give one in model.chat_template")
             try:
-                self._compiled[name] = self._environment.from_string(source)
+                self._compiled[name] = templates.compiled(self._environment, source)
             except jinja2.TemplateSyntaxError as error:
                 kind = ConfigError if self._template_is_ours else ModelError
                 whose = "model.chat_template" if self._template_is_ours else "the model's chat template"

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer as RustTokenizer
-from tokenizers import decoders, models, pre_tokenizers
 
+from batchgen.bench_data import byte_tokenizer
 from batchgen.engine.scheduler import EngineStats
 from batchgen.tokenizer import Tokenizer
 from batchgen.types import Completion, InFlight, Request, RowKey
+
+__all__ = ["CHATML", "Died", "FailingStore", "FakeEngine", "FakeModel", "byte_tokenizer", "fake_tokens"]
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -23,21 +23,6 @@ CHATML = (
 
 # "a" is byte 97; the byte-level alphabet sorted puts printable ASCII first, "!" (33) at id 0
 FIRST_LETTER = 97 - 33
-
-
-def byte_tokenizer(folder: Path, *, chat_template: str | None = None) -> Path:
-    """A model folder without weights: a token for each byte, then <|endoftext|>, <|im_start|>, <|im_end|> (256 on)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = RustTokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"eos_token": "<|endoftext|>"} | ({"chat_template": chat_template} if chat_template else {})
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "config.json").write_text(json.dumps({"eos_token_id": 256, "max_position_embeddings": 4096}))
-    return folder
 
 
 def fake_tokens(prompt: np.ndarray, sample: int, max_tokens: int) -> np.ndarray:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from batchgen.errors import StorageError
 from batchgen.io.stores import Store
 
-WRITES = frozenset({"create", "replace", "replace_if", "delete"})
+WRITES = frozenset({"create", "replace", "replace_if", "replace_from", "delete"})
 OPERATIONS = WRITES | {"version", "read", "open", "exists", "size", "list"}
 
 

@@ -24,7 +24,7 @@ import orjson
 import pyarrow.parquet as pq
 import pytest
 from fakes import FIRST_LETTER, FakeEngine, FakeModel
-from faults import Call, Died, Do, Fault, MeddledStore, kind_of
+from faults import WRITES, Call, Died, Do, Fault, MeddledStore, kind_of
 
 from batchgen import feeder, job, spec
 from batchgen.errors import BatchgenError
@@ -321,7 +321,7 @@ class History:
             assert not [name for name in before if kind_of(name) in ("piece", "trial")]
 
         def only_reads(call: Call, do: Do) -> Any:
-            assert call.operation not in ("create", "replace", "replace_if", "delete"), f"{call} in a finished run"
+            assert call.operation not in WRITES, f"{call} in a finished run"
             return do()
 
         assert self.start(only_reads)["status"] == "done"

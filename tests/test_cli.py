@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchgen
-from batchgen import __version__, cli, errors
+from batchgen import __version__, bench_data, cli, errors
 from batchgen.io.stores import Store
 from batchgen.ledger import Ledger
 from batchgen.runfolder import Counters
@@ -497,6 +497,27 @@ def test_bench_engine_hands_its_settings_on(call: Any, monkeypatch: pytest.Monke
     result = call(*command, "--set", "model.dtyp=bfloat16")
     assert result.code == 78 and "did you mean dtype?" in result.err
     assert call(*command, "--set", "sampling.temperature=1").code == 64  # nothing that would be ignored
+    assert len(asked) == 1
+
+
+def test_bench_data_hands_its_workload_on(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[bench_data.Workload, bool]] = []
+
+    def measure(workload: bench_data.Workload, *, resume: bool) -> dict[str, Any]:
+        asked.append((workload, resume))
+        return {"rows": 5}
+
+    monkeypatch.setattr(bench_data, "measure", measure)
+    sizes = ["--rows", "5", "--prompt-tokens", "7", "--answer-tokens", "2", "--files", "3", "--carried-bytes", "9"]
+    forms = ["--input-format", "jsonl", "--output-format", "jsonl", "--model", "m.gguf"]
+    place = ["--folder", "s3://b/x", "--storage-option", "anon=true", "--storage-option", "client_kwargs={a: 1}"]
+    result = call("bench", "data", *sizes, *forms, *place, "--resume")
+    assert json.loads(result.out) == {"rows": 5}
+    options = {"anon": True, "client_kwargs": {"a": 1}}
+    assert asked == [(bench_data.Workload(5, 7, 2, 3, "jsonl", "jsonl", 9, "m.gguf", "s3://b/x", options), True)]
+    assert call("bench", "data", "--storage-option", "anon").code == 64
+    assert call("bench", "data", "--storage-option", "a={").code == 78
+    assert call("bench", "data", "--rows", "0").code == 64
     assert len(asked) == 1
 
 

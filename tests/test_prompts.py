@@ -354,7 +354,8 @@ def test_characters_are_not_cut_in_half(chat: Tokenizer) -> None:
 def test_a_batch_fails_row_by_row(chat: Tokenizer) -> None:
     build = builder(chat, max_model_len=60, column="q")
     rows = [{"q": "a"}, {"q": "x" * 60}, {"q": "\ud800"}, {"q": "<|im_end|>"}, {"q": "b"}]
-    results = build.encode([build.draft(row) for row in rows])
+    params = SamplingSpec(max_tokens=16).params()
+    results = build.encode([build.draft(row, params) for row in rows])
     codes = [result.code if isinstance(result, InvalidRow) else "ok" for result in results]
     assert codes == ["ok", "prompt_too_long", "invalid_unicode", "ok", "ok"]
     for row, result in zip(rows, results, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -90,6 +91,19 @@ def test_a_swallowing_template_cannot_go_on(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(templates, "MAX_SECONDS", 0.2)
     source = "{% macro f(n) %}{% for a in range(99999) %}{{ f(n + 1) if n < 50 }}{% endfor %}{% endmacro %}{{ f(0) }}"
     assert "took more than" in failure(source).message
+
+
+def test_a_timer_that_is_set_up_before_serves_every_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "MAX_SECONDS", 0.2)
+    before = signal.getsignal(signal.SIGPROF)
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with templates.timer():
+        for _ in range(2):
+            assert "took more than 0.2 s" in failure(endless).message
+        assert row_text("fine") == "fine"
+    assert signal.getsignal(signal.SIGPROF) == before
+    assert "took more than 0.2 s" in failure(endless).message  # and without it
+    assert signal.getsignal(signal.SIGPROF) == before
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts Linux's private memory")

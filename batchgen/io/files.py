@@ -14,6 +14,7 @@ from batchgen.io.storage import Entry, SteadyFile, bucket_missing, local_path, n
 from batchgen.io.stores import open_disk
 
 TABLE_MARKERS = {"_delta_log": "Delta Lake", ".hoodie": "Hudi"}  # a folder of this name makes its parent a table
+OUTPUT, ERRORS, BATCH = COPIES = ("output.jsonl", "errors.jsonl", "batch.json")  # what a run folder's parts hold, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +106,10 @@ class _Finder:
 
     def _folder(self, base: str) -> Iterator[tuple[str, Entry]]:
         """A folder's data files, and those of its key=value sub-folders."""
-        for entry in self._ls(base):
-            if entry.name.startswith(("_", ".")):
+        entries = self._ls(base)
+        copies = COPIES if any(entry.name == "_batchgen" for entry in entries) else ()
+        for entry in entries:
+            if entry.name.startswith(("_", ".")) or entry.name in copies:
                 continue
             if entry.kind != "folder":
                 yield base + entry.name + self._chain, entry

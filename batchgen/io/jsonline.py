@@ -20,6 +20,11 @@ JSON_KINDS = {
 }
 
 
+def utf8(text: str) -> str:
+    """Text that can be written: an error message may quote half a surrogate pair out of a bad row."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def parse(data: bytes) -> tuple[dict[str, Any] | None, tuple[str, str] | None]:
     """The object in a line, and (code, message) of what is wrong with it, if anything is.
 

@@ -10,7 +10,7 @@ import os
 import re
 import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from batchgen.errors import StorageError
 from batchgen.io.storage import Entry, Opened, Powers
@@ -70,7 +70,7 @@ class LocalDisk:
             return file.read()
 
     def create(self, path: str, data: bytes) -> bool:
-        temp = self._write_temp(path, data)
+        temp = self._write_temp(path, [data])
         try:
             try:
                 os.link(temp, path)
@@ -89,7 +89,10 @@ class LocalDisk:
             self._drop_temp(temp)
 
     def replace(self, path: str, data: bytes) -> None:
-        temp = self._write_temp(path, data)
+        self.replace_from(path, [data])
+
+    def replace_from(self, path: str, chunks: Iterable[bytes]) -> None:
+        temp = self._write_temp(path, chunks)
         try:
             os.replace(temp, path)
             self._sync_folder(os.path.dirname(path))
@@ -108,7 +111,7 @@ class LocalDisk:
 
         Nothing keeps others out, and on network file systems without such locks nothing but the run's lease does.
         """
-        temp = self._write_temp(path, data)
+        temp = self._write_temp(path, [data])
         try:
             with self._locked(os.path.dirname(path)):
                 if self.version(path) != version:
@@ -140,14 +143,15 @@ class LocalDisk:
                 if owner and owner[1] == _machine_tag() and not process_runs(int(owner[2]), float(owner[3])):
                     self._drop_temp(os.path.join(folder, name))
 
-    def _write_temp(self, path: str, data: bytes) -> str:
+    def _write_temp(self, path: str, chunks: Iterable[bytes]) -> str:
         folder, name = os.path.split(path)
         self._make_folder(folder)
         temp = os.path.join(folder, f"{self._prefix()}{uuid.uuid4().hex}-{name}")
         self._temps.add(temp)
         try:
             with open(temp, "xb") as file:
-                file.write(data)
+                for chunk in chunks:
+                    file.write(chunk)
                 file.flush()
                 os.fsync(file.fileno())
         except BaseException:

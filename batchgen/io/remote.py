@@ -16,14 +16,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any, BinaryIO, ClassVar, cast
 
 from batchgen.errors import ConfigError
-from batchgen.io.storage import Entry, Opened, Powers, answer, bucket_missing, naming
+from batchgen.io.storage import Entry, Opened, Powers, answer, bucket_missing, naming, no_bucket
 
 BLOCK_BYTES = 1 << 20  # read ahead of a remote file: streams well, and a sampled read costs little more
+UPLOAD_PART_BYTES = 16 << 20  # of a file too large for memory
 ONE_PUT_BYTES = 5 << 30  # S3's limit for one request
 PUT_SECONDS = 60.0  # what a write may take, retries inside the client included, beside the time for its bytes
 PUT_BYTES_PER_SECOND = 256 << 10
@@ -89,6 +90,8 @@ class RemoteDisk:
         system, path = self._fresh(url)
         base = path.rstrip("/") + "/"
         found = system.find(path, withdirs=False, detail=True)
+        if not isinstance(found, Mapping):  # adlfs, where the path is a file
+            return []
         return [
             name[len(base) :]
             for name, info in found.items()
@@ -151,6 +154,22 @@ class RemoteDisk:
                 raise
             system.makedirs(path.rpartition("/")[0], exist_ok=True)
             system.pipe_file(path, data)
+
+    def replace_from(self, url: str, chunks: Iterable[bytes]) -> None:
+        """An upload in parts, which the store shows when it is closed; given up where it fails."""
+        system, path = self._at(url)
+        file = system.open(path, "wb", block_size=UPLOAD_PART_BYTES)
+        try:
+            for chunk in chunks:
+                file.write(chunk)
+            file.close()
+        except BaseException:
+            # a file that is merely left would be finished with what it holds so far
+            with contextlib.suppress(Exception):
+                file.discard()
+            with contextlib.suppress(AttributeError):
+                file.closed = True
+            raise
 
     def delete(self, url: str) -> None:
         system, path = self._fresh(url)
@@ -242,7 +261,8 @@ def _time_for(data: bytes) -> float:
 
 def _refused(error: BaseException) -> bool:
     """The name is taken, or the version another one."""
-    return isinstance(error, FileExistsError) or answer(error)[1] == 412
+    code, status = answer(error)
+    return isinstance(error, FileExistsError) or status == 412 or code == "BlobAlreadyExists"  # older adlfs's
 
 
 def _absent(error: BaseException) -> bool:
@@ -259,6 +279,7 @@ class S3Disk(_ObjectStore):
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         super().__init__(url, options)
         self._system.retries = 1
+        self._system.max_concurrency = 1  # one object is one request: ranges could be of two versions
 
     def _put(self, path: str, data: bytes, **more: Any) -> None:
         super()._put(path, data, chunksize=ONE_PUT_BYTES // 2, **more)  # from twice that on, s3fs cuts
@@ -283,7 +304,10 @@ class GoogleDisk(_ObjectStore):
         return None if info is None else str(info["generation"])
 
     def _put(self, path: str, data: bytes, **more: Any) -> None:
-        super()._put(path, data, chunksize=ONE_PUT_BYTES, **more)
+        try:
+            super()._put(path, data, chunksize=ONE_PUT_BYTES, **more)
+        except FileNotFoundError as error:  # gcsfs does not say of what
+            raise no_bucket(f"gs://{path}") from error
 
     def _put_over(self, path: str, data: bytes, version: str) -> None:
         """gcsfs has no parameter for a generation; this is its upload of one request with the condition added."""
@@ -305,6 +329,9 @@ class AzureDisk(_ObjectStore):
     @staticmethod
     def options(given: Mapping[str, Any]) -> dict[str, Any]:
         return {"use_listings_cache": False, **given}
+
+    def _put(self, path: str, data: bytes, **more: Any) -> None:
+        super()._put(path, data, retry_total=0, **more)  # its first pause would be 15 s
 
     def _put_new(self, path: str, data: bytes) -> None:
         self._put(path, data, overwrite=False)

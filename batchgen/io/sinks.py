@@ -18,6 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.errors import BatchgenError, ConfigError, StorageError
+from batchgen.io import answers
+from batchgen.io.jsonline import utf8
 from batchgen.runfolder import Counters, PartProof, proof_from_metadata
 from batchgen.types import Completion, ShardRange
 
@@ -106,10 +108,12 @@ class ShardResults:
 
 
 def build_part(part_format: str, schema: pa.Schema, results: ShardResults, metadata: Mapping[str, str]) -> bytes:
-    """One part, whole. A Parquet part carries `metadata` in its footer; a JSONL part has no place for it."""
+    """One part, whole. A Parquet part carries `metadata` in its footer; one of lines has no place for it."""
     _check_order(results)
     if part_format == "parquet":
         return _build_parquet(schema, results, metadata)
+    if part_format == "openai":
+        return answers.build(schema, results, metadata["fingerprint"])
     assert part_format == "jsonl", part_format
     return _build_jsonl(schema, results)
 
@@ -201,11 +205,6 @@ def token_lists(ids: Sequence[npt.NDArray[np.int32]]) -> pa.ListArray:
     np.cumsum([len(one) for one in ids], out=offsets[1:])
     values = np.concatenate([np.empty(0, np.int32), *ids]).astype(np.int32, copy=False)
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
-
-
-def utf8(text: str) -> str:
-    """Text that can be written: an error message may quote half a surrogate pair out of a bad row."""
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 # -- Parquet -----------------------------------------------------------------------------------------------------------
@@ -322,16 +321,22 @@ def _json_value(value: Any) -> str:
     return str(value)
 
 
-def count_jsonl(data: bytes, name: str, shard: ShardRange, *, filtered: bool = False) -> Counters:
-    """What a JSONL part holds, counted from its lines: for a part whose proof was never written.
+def count_jsonl(
+    data: bytes, name: str, shard: ShardRange, *, part_format: str = "jsonl", filtered: bool = False
+) -> Counters:
+    """What a part of lines holds, counted from them: for a part whose proof was never written.
 
     Where the job filters rows, it may hold fewer than the shard has.
     """
-    counters, failed_rows, row = Counters(), set(), -1
+    counters, failed_rows, number = Counters(), set(), 0
     try:
         for line in data.splitlines():
+            number += 1
             result = orjson.loads(line)
-            row += result["sample"] == 0
+            if part_format == "openai":
+                answers.tally(result, counters)
+                continue
+            counters.rows += result["sample"] == 0
             counters.results += 1
             counters.finish_reasons[result["finish_reason"]] += 1
             counters.output_tokens += result["output_tokens"]
@@ -340,11 +345,12 @@ def count_jsonl(data: bytes, name: str, shard: ShardRange, *, filtered: bool = F
                 counters.truncated += result["truncated"]
             if result["error"] is not None:
                 counters.failed[result["error"]["code"]] += 1
-                failed_rows.add(row)
+                failed_rows.add(counters.rows)
     except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-        raise _corrupt(name, f"line {counters.results + 1} is not a result ({_first_line(error)})") from error
-    wrong = row + 1 > shard.num_rows if filtered else row + 1 != shard.num_rows
+        raise _corrupt(name, f"line {number} is not a result ({_first_line(error)})") from error
+    rows = counters.rows
+    wrong = rows > shard.num_rows if filtered else rows != shard.num_rows
     if wrong or (data and not data.endswith(b"\n")):
-        raise _corrupt(name, f"it holds {row + 1} rows where the input has {shard.num_rows}")
-    counters.rows, counters.rows_failed = row + 1, len(failed_rows)
+        raise _corrupt(name, f"it holds {rows} rows where the input has {shard.num_rows}")
+    counters.rows_failed += len(failed_rows)
     return counters

@@ -122,7 +122,7 @@ def read_shards(
 
 def detect(file: InputFile, declared: str, storage_options: Mapping[str, Any]) -> str:
     """The file's format, "parquet" or "jsonl": by its first bytes, then by its suffix. A `declared` format (other
-    than "auto") counts more than the suffix, but must agree with the bytes."""
+    than "auto") counts more than the suffix, but must agree with the bytes. OpenAI requests are JSON Lines."""
     with _Raw(file.path, storage_options) as raw:
         head = raw.read(SNIFF_BYTES)
     compression = _compression(head)
@@ -145,8 +145,10 @@ def detect(file: InputFile, declared: str, storage_options: Mapping[str, Any]) -
     if head.startswith(PARQUET_MAGIC):
         if compression:
             raise DataError(f"{file.path}: Parquet inside {compression}; unpack it (Parquet compresses by itself)")
-        if wanted == "jsonl":
-            raise DataError(f"{file.path}: input.format is jsonl, but this is a Parquet file; set input.format: auto")
+        if wanted in ("jsonl", "openai"):
+            raise DataError(
+                f"{file.path}: input.format is {wanted}, but this is a Parquet file; set input.format: auto"
+            )
         return "parquet"
     if wanted == "parquet":
         what = "is empty" if not head else "does not begin with the bytes PAR1"

@@ -87,12 +87,17 @@ def answer(error: BaseException) -> tuple[str, int]:
             return str(code or ""), int(status.get("HTTPStatusCode", 0))
         status = getattr(one, "status_code", None) or getattr(one, "code", None)  # Azure's, gcsfs's
         if str(status).isdecimal():
-            return str(getattr(one, "error_code", None) or ""), int(str(status))
+            code = getattr(one, "error_code", None) or ""
+            return str(getattr(code, "value", code)), int(str(status))
     return "", 0
 
 
 def bucket_missing(error: BaseException) -> bool:
     return answer(error)[0] in NO_BUCKET
+
+
+def no_bucket(path: str) -> ConfigError:
+    return ConfigError(f"{path}: there is no such bucket or container; create it, or correct the URL")
 
 
 @contextlib.contextmanager
@@ -113,7 +118,7 @@ def _translated(path: str, error: Exception) -> BatchgenError | None:
     code, status = answer(error)
     what = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
     if code in NO_BUCKET:
-        return ConfigError(f"{path}: there is no such bucket or container; create it, or correct the URL")
+        return no_bucket(path)
     if any(type(one).__name__ in NO_CREDENTIALS for one in _chain(error)):
         return PermissionDenied(
             f"{path}: no credentials for this store ({what}); give them in storage_options, or where its client looks "

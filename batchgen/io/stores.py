@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, BinaryIO, TypeVar, cast
 
 from batchgen.errors import PermissionDenied, StorageError
@@ -19,6 +19,7 @@ from batchgen.io.storage import (
     SteadyFile,
     bucket_missing,
     local_path,
+    naming,
     patiently,
 )
 
@@ -139,6 +140,12 @@ class Store:
     def replace(self, name: str, data: bytes) -> None:
         """Give `name` these bytes whatever it had before; a reader sees the old or the new ones, never a mixture."""
         self._try(name, lambda path: self._disk.replace(path, data))
+
+    def replace_from(self, name: str, chunks: Iterable[bytes]) -> None:
+        """`replace` with bytes that do not fit into memory. Not tried again where it fails."""
+        path = self.path(name)
+        with naming(path):
+            self._disk.replace_from(path, chunks)
 
     def version(self, name: str) -> str | None:
         """What tells the present content of `name` from any other; None where it is missing."""

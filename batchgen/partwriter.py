@@ -31,7 +31,7 @@ class Built:
     written: Written | None
 
 
-class Parts:
+class PartWriter:
     """Builds and writes parts; runs in the writer's thread."""
 
     def __init__(
