@@ -1,4 +1,4 @@
-"""Stand-ins for tests: an engine that answers from a hash of the prompt, a byte tokenizer, a store that fails."""
+"""Stand-ins for tests: an engine that answers from a hash of the prompt, a byte tokenizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from batchgen.engine.scheduler import EngineStats
 from batchgen.tokenizer import Tokenizer
 from batchgen.types import Completion, InFlight, Request, RowKey
 
-__all__ = ["CHATML", "Died", "FailingStore", "FakeEngine", "FakeModel", "byte_tokenizer", "fake_tokens"]
+__all__ = ["CHATML", "FIRST_LETTER", "FakeEngine", "FakeModel", "byte_tokenizer", "fake_tokens"]
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"

@@ -82,7 +82,7 @@ def make_job(inputs: Path, out: str, part_format: str = "parquet", **changed: An
         "sampling": {"max_tokens": 20, "n": SAMPLES, "temperature": 1.0},
         "output": {"path": out, "format": part_format, "columns": ["text"], "shard_rows": 8, "token_ids": True},
         "checkpoint": {"interval": 1e-9},  # at every step
-        "errors": {"max_failed": 0.5, "retries": 0},
+        "errors": {"max_failed": 0.5, "retries": 2},  # below the faults of `faults.py`, which are not tried again
     }
     for key, value in changed.items():
         section, _, name = key.partition("__")

@@ -181,7 +181,11 @@ class PowerCut:
         disk = self
         return Watched()
 
-    # the next boot
+    # the next process, and the next boot
+
+    def next_process(self) -> None:
+        """The process died and the machine did not: what it had not fsynced is there, and still not durable."""
+        self.dead, self._at = False, 0
 
     def after(self, folder: Path, keeps: Callable[[], bool] = lambda: False) -> Path:
         """What is found in `folder` after the power cut: all that is durable, and changes that `keeps` lets live."""
