@@ -176,7 +176,7 @@ class _Start:
             same_model = record is not None and record["spec"]["model"] == spec.to_json()["model"]
             now = fingerprint(spec, None if same_model else self._model_opener(_pinned(spec, record)))
             ledger.check_same(store, fingerprint=now, inputs=listed or None, prove=prove)
-            there = set(store.list())
+            there = set(store.list(recursive=False))
             if gone := [part["name"] for part in success["parts"] if part["name"] not in there]:
                 raise StorageError(
                     f"{store.url}: this run is finished, but {len(gone)} of its parts are gone, first {gone[0]}; "

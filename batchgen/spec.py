@@ -392,7 +392,9 @@ class ErrorsSpec(Section):
         description="More failed rows than this, as a count (an integer) or a share of all rows, end the job.",
     )
     retries: kinds.Natural = Field(
-        default=2, description="More tries for a read or write of the output store that fails, with growing pauses."
+        default=5,
+        description="More tries for a read of the input, or a read or write of the output store, that fails in a way "
+        "that may pass; with growing pauses, within a minute.",
     )
     stall_timeout: kinds.Duration | None = Field(
         default=900.0,

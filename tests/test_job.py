@@ -256,6 +256,7 @@ def test_a_record_that_lost_its_keys_is_written_again(tmp_path: Path, model_fold
     engine = FakeEngine(running=4, think=lambda: time.sleep(0 if read.exists() else 0.05))
     with pytest.raises(Interrupted):
         start(a_job, FakeModel(model_folder, engine), job.RunOptions(max_output_tokens=200))
+    assert (tmp_path / "out/_batchgen" / name).exists()
     (tmp_path / "out/_batchgen" / name).write_text("{}")
     assert peek(Store(a_job.output.path)).state in ("stopped", "empty")
     assert start(a_job, FakeModel(model_folder))["rows"] == 40

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -452,7 +453,14 @@ def test_replace_if_of_an_absent_name_is_lost(folder: Folder) -> None:
     assert store.list() == []
 
 
-def test_of_concurrent_replacements_one_wins(folder: Folder) -> None:
+def test_of_concurrent_replacements_one_wins(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.replace
+
+    def replace(source: str, target: str) -> None:
+        time.sleep(0.05)  # between comparing and renaming
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
     folder.store().create("part", b"old")
     version = folder.store().version("part")
     assert version is not None
