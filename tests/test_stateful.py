@@ -228,6 +228,7 @@ def test_a_worker_wakes_up_at_any_moment_of_its_successor() -> None:
             world.seconds += DEAD_AFTER_SECONDS + 1
             second = Worker(world, "here", chance.choice([1, 4]))
             second.go_before_write(chance.randrange(1, 40))
+            world.witness.look(world.store)
             first.go("", 1000)
             first.judge()
             fenced += isinstance(first.end, Interrupted)
