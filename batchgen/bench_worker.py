@@ -123,6 +123,11 @@ class CountingStore(Store):
         super().replace(name, data)
         self._count(name, data)
 
+    def replace_if(self, name: str, data: bytes, version: str) -> bool:
+        replaced = super().replace_if(name, data, version)
+        self._count(name, data)
+        return replaced
+
     def _count(self, name: str, data: bytes) -> None:
         self.written[_kind(name)] += 1
         self.written_bytes[_kind(name)] += len(data)

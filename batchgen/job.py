@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -46,6 +46,7 @@ class RunOptions:
     limit: int | None = None
     must_be_new: bool = False
     overwrite: bool = False
+    extend: bool = False  # take new input files into the run
     max_runtime: float | None = None
     max_output_tokens: int | None = None
     spot: Kind | None = None  # whose notices of interruption are watched
@@ -118,7 +119,7 @@ def fingerprint(spec: JobSpec, model: ModelLike | None = None) -> dict[str, Any]
     """
     sections: dict[str, Any] = {
         "task": spec.task,
-        "input": {"id": spec.input.id, "format": spec.input.format},
+        "input": spec.input.model_dump(mode="json", include={"id", "format", "where", "unicode_errors", "nan"}),
         "prompt": spec.prompt.model_dump(mode="json"),
         "sampling": spec.sampling.model_dump(mode="json"),
         "output": spec.output.model_dump(
@@ -164,18 +165,24 @@ class _Start:
                 raise
             logger.warning("%s: the input of this finished run is gone; it was not compared", store.url)
             files = []
-        listed = [asdict(file) for file in files]
         _refuse_mixed_folders(spec, files, store)
 
         def prove(number: int) -> str:
             return sources.content_proof(files[number], spec.input.storage_options)
 
+        if not overwrite:  # new files may sort between those that the run has numbered
+            order = ledger.arrange(store, [asdict(file) for file in files], prove)
+            files = [replace(files[i], number=number) for number, i in enumerate(order)]
+        listed = [asdict(file) for file in files]
         if success is not None:
             if self._options.must_be_new:
                 raise ConfigError(f"{store.url}: --must-be-new, but this folder holds a finished run")
             same_model = record is not None and record["spec"]["model"] == spec.to_json()["model"]
             now = fingerprint(spec, None if same_model else self._model_opener(_pinned(spec, record)))
-            ledger.check_same(store, fingerprint=now, inputs=listed or None, prove=prove)
+            extend = self._options.extend
+            if not ledger.check_same(store, fingerprint=now, inputs=listed or None, prove=prove, extend=extend):
+                success = None
+        if success is not None:
             there = set(store.list(recursive=False))
             if gone := [part["name"] for part in success["parts"] if part["name"] not in there]:
                 raise StorageError(
@@ -203,6 +210,7 @@ class _Start:
                 prove=prove,
                 shape={"format": spec.output.format, "shard_rows": spec.output.shard_rows},
                 must_be_new=self._options.must_be_new,
+                extend=self._options.extend,
                 info={"version": __version__, "device": model.device},
             )
             stack.callback(book.close)
@@ -271,6 +279,11 @@ class _Start:
         seconds = round(time.monotonic() - self._began, 3)
         speed = round(loop.tokens / max(loop.seconds, 1e-9), 1)
         if self.limit is None:
+            if self._spec.input.where is not None and not self._spec.input.allow_empty and not book.totals().rows:
+                raise NoInputError(
+                    f"input.where: none of the rows passes {self._spec.input.where}; correct it, or set "
+                    "input.allow_empty: true where that is normal"
+                )
             counters = book.finish({"seconds_of_last_start": seconds}, self._stop_if_asked)["counters"]
         else:
             totals = book.totals()

@@ -142,11 +142,11 @@ class Loop:
             raise
         except Interrupted as error:
             if error.reason in ("feeder", "stalled"):
-                self._ledger.checkpoint(self._engine.snapshot())
+                self._ledger.checkpoint(self._engine.snapshot(), last=True)
             raise
         except Exception:
             with contextlib.suppress(BatchgenError):  # what failed first is what is to be told
-                self._ledger.checkpoint(self._engine.snapshot())
+                self._ledger.checkpoint(self._engine.snapshot(), last=True)
             raise
 
     def _run(self) -> None:
@@ -180,7 +180,8 @@ class Loop:
             much = collector.open_tokens >= MAX_OPEN_TOKENS or collector.size >= MAX_OPEN_BYTES
             if engine.num_waiting >= MAX_WAITING or (much and engine.has_work):
                 return
-            batch = self._feeder.poll() if engine.has_work or self._writer.busy else self._feeder.get(timeout=0.1)
+            patience = 0.01 if self._writer.busy else 0.1
+            batch = self._feeder.poll() if engine.has_work else self._feeder.get(timeout=patience)
             if batch is None:
                 return
             self._admit(batch)
@@ -297,7 +298,7 @@ class Loop:
 
     def _drain(self, reason: str, why: str) -> None:
         self._show_progress()
-        self._checkpoint()
+        self._ledger.checkpoint(self._engine.snapshot(), last=True)
         rows = f"{self._meter.rows_done:,} rows are finished"
         raise Interrupted(f"{why}: progress is saved, {rows}; run the same command again to go on", reason=reason)
 

@@ -3,8 +3,8 @@
 Where a tokenizer cuts text by one of the patterns known here, a single space between other characters always begins a
 new word: no word of theirs holds a space behind anything but white space. Words are encoded each for itself, so text
 may be cut at such spaces and the ids of the pieces put together: they are those of the whole text. Text repeats its
-pieces, so nearly all of them are known already. (Measured: README's tokenizer, 100-token chats, 103 to 14 microseconds
-a prompt.)
+pieces, so nearly all of them are known already. (Measured with SmolLM2's tokenizer and chats of 100 tokens, in one
+sitting: 144 microseconds a prompt as a whole, 44 for the first 20,000 prompts by pieces, 25 from then on.)
 """
 
 from __future__ import annotations
@@ -53,13 +53,12 @@ class WordCache:
         if len(self._known) > MAX_PIECES:
             self._known.clear()
         pieces = [_pieces(text) for text in texts]
+        whole: Sequence[str] = ()
         new = set(chain.from_iterable(pieces)).difference(self._known)
-        if len(new) > MAX_NEW * sum(map(len, pieces)):  # text that does not repeat itself, or not yet
+        if len(new) > MAX_NEW * sum(map(len, pieces)):  # text that does not repeat itself, or not yet: learn from some
             few = -(-len(texts) // 8)
-            new = set(chain.from_iterable(pieces[:few])).difference(self._known)
             pieces, whole = pieces[:few], texts[few:]
-        else:
-            whole = ()
+            new = set(chain.from_iterable(pieces)).difference(self._known)
         passing = self._learn(new)
         before, behind = self._around[add_special_tokens]
         get = self._known.__getitem__

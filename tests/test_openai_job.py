@@ -196,6 +196,34 @@ def test_dying_at_any_storage_operation(
     assert counters == {key: summary[key] for key in counters}
 
 
+@pytest.mark.parametrize("how", ["before", "after"])
+def test_dying_while_the_files_are_made(
+    tmp_path: Path, model_folder: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All parts stand; a start dies at its 1st, 2nd, 3rd ... writing operation, with old or half the files there."""
+    monkeypatch.setattr("batchgen.lease.process_runs", lambda pid, started: False)
+    a_job = job_of(tmp_path, write_batch(tmp_path))
+    start(a_job, FakeModel(model_folder))
+    out = tmp_path / "out"
+    whole, missing = files_of(out), set()
+    for at in range(1, 50):
+        for name in ("_SUCCESS", "output.jsonl", "errors.jsonl", "batch.json"):
+            (out / name).unlink(missing_ok=True)
+        try:
+            start(a_job, FakeModel(model_folder), at=at, how=how)
+            break
+        except Died:
+            there = {path.name for path in out.iterdir()}
+            missing.add(frozenset({"output.jsonl", "errors.jsonl", "batch.json"} - there))
+            if "_SUCCESS" in there:
+                check(out)
+        start(a_job, FakeModel(model_folder))
+        assert files_of(out) == whole
+    else:
+        raise AssertionError("never got through")
+    assert {len(names) for names in missing} == {0, 1, 2, 3}
+
+
 def test_parts_without_their_proofs_are_counted_again(tmp_path: Path, model_folder: Path) -> None:
     a_job = job_of(tmp_path, write_batch(tmp_path))
     start(a_job, FakeModel(model_folder))
