@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fakes import CHATML, FakeEngine, FakeModel, byte_tokenizer
-from faults import WRITES, Died, Fault, MeddledStore
+from faults import WRITES, Call, Died, Fault, MeddledStore
 
 from batchgen import checks, job, spec
 from batchgen.errors import ConfigError, DataError, Interrupted
@@ -90,6 +90,10 @@ def start(
         return MeddledStore(url, extra, meet=fault) if fault else Store(url, extra, retries=retries)
 
     return job.run(a_job, options, model_opener=lambda _: model, store_opener=opener)
+
+
+def is_write(call: Call) -> bool:
+    return call.operation in WRITES
 
 
 def strict(line: str) -> dict[str, Any]:
@@ -181,8 +185,7 @@ def test_dying_at_any_storage_operation(
     a_job = job_of(tmp_path, inputs)
     for at in range(1, 200):
         try:
-            fault = Fault(how, at, lambda call: call.operation in WRITES)
-            start(a_job, FakeModel(model_folder, FakeEngine(running=8, pace=5)), fault=fault)
+            start(a_job, FakeModel(model_folder, FakeEngine(running=8, pace=5)), fault=Fault(how, at, is_write))
             break
         except Died:
             if (tmp_path / "out/_SUCCESS").exists():
@@ -196,7 +199,7 @@ def test_dying_at_any_storage_operation(
     assert counters == {key: summary[key] for key in counters}
 
 
-@pytest.mark.parametrize("how", ["before", "after"])
+@pytest.mark.parametrize("how", ["dies before", "dies after"])
 def test_dying_while_the_files_are_made(
     tmp_path: Path, model_folder: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,7 +213,7 @@ def test_dying_while_the_files_are_made(
         for name in ("_SUCCESS", "output.jsonl", "errors.jsonl", "batch.json"):
             (out / name).unlink(missing_ok=True)
         try:
-            start(a_job, FakeModel(model_folder), at=at, how=how)
+            start(a_job, FakeModel(model_folder), fault=Fault(how, at, is_write))
             break
         except Died:
             there = {path.name for path in out.iterdir()}
