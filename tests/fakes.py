@@ -1,22 +1,19 @@
-"""Stand-ins for tests: an engine that answers from a hash of the prompt, a byte tokenizer, a store that fails."""
+"""Stand-ins for tests: an engine that answers from a hash of the prompt, a byte tokenizer."""
 
 from __future__ import annotations
 
 import hashlib
-import os
-import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from batchgen.bench_data import byte_tokenizer
 from batchgen.engine.scheduler import EngineStats
-from batchgen.io.stores import Store
 from batchgen.tokenizer import Tokenizer
 from batchgen.types import Completion, InFlight, Request, RowKey
 
-__all__ = ["CHATML", "Died", "FailingStore", "FakeEngine", "FakeModel", "byte_tokenizer", "fake_tokens"]
+__all__ = ["CHATML", "FIRST_LETTER", "FakeEngine", "FakeModel", "byte_tokenizer", "fake_tokens"]
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -24,24 +21,36 @@ CHATML = (
 )
 
 
+# "a" is byte 97; the byte-level alphabet sorted puts printable ASCII first, "!" (33) at id 0
+FIRST_LETTER = 97 - 33
+
+
 def fake_tokens(prompt: np.ndarray, sample: int, max_tokens: int) -> np.ndarray:
     """The fake model's whole answer: lower-case letters (as byte tokens), as many as the prompt's hash says."""
     digest = hashlib.blake2b(np.ascontiguousarray(prompt, dtype=np.int32).tobytes() + bytes([sample])).digest()
     length = min(1 + digest[0] % 24, max_tokens)
-    # "a" is byte 97; the byte-level alphabet sorted puts printable ASCII first, "!" (33) at id 0
-    return np.frombuffer(digest[1 : 1 + length], dtype=np.uint8).astype(np.int32) % 26 + (97 - 33)
+    return np.frombuffer(digest[1 : 1 + length], dtype=np.uint8).astype(np.int32) % 26 + FIRST_LETTER
 
 
 class FakeEngine:
     """The Engine's surface without a model: `running` samples grow by `pace` tokens each step.
 
-    `think` is called at every step: a test can sleep, kill or count there.
+    `think` is called at every step: a test can sleep, kill or count there. `voice` shifts the letters of every token
+    that this engine makes, so that an answer tells which start made which part of it; lengths stay the same.
+    `length` is that of every answer, where it is given.
     """
 
-    def __init__(self, running: int = 64, pace: int = 8, think: Callable[[], None] = lambda: None) -> None:
-        self._limit, self._pace, self._think = running, pace, think
-        self._waiting: list[tuple[Request, int, int]] = []
-        self._running: list[tuple[Request, int, int]] = []
+    def __init__(
+        self,
+        running: int = 64,
+        pace: int = 8,
+        think: Callable[[], None] = lambda: None,
+        voice: int = 0,
+        length: int | None = None,
+    ) -> None:
+        self._limit, self._pace, self._think, self._voice, self._length = running, pace, think, voice, length
+        self._waiting: list[tuple[Request, int, np.ndarray]] = []  # with the tokens made so far
+        self._running: list[tuple[Request, int, np.ndarray]] = []
         self.prompt_tokens = 0
         self.output_tokens = 0
         self.resumed: dict[tuple[RowKey, int], np.ndarray] = {}  # tokens handed back by a checkpoint
@@ -50,7 +59,7 @@ class FakeEngine:
         for sample in range(request.sampling.n):
             done = request.resume.get(sample, np.empty(0, np.int32))
             if done is not None:
-                self._waiting.append((request, sample, len(done)))
+                self._waiting.append((request, sample, done))
                 if len(done):
                     self.resumed[request.key, sample] = done
                 self.prompt_tokens += len(request.prompt_token_ids)
@@ -67,10 +76,13 @@ class FakeEngine:
     def num_running(self) -> int:
         return len(self._running)
 
-    @staticmethod
-    def _answer(request: Request, sample: int) -> np.ndarray:
+    def answer(self, request: Request, sample: int) -> np.ndarray:
+        """The whole answer, in this engine's voice."""
         limit = 4096 if request.sampling.max_tokens is None else request.sampling.max_tokens
-        return fake_tokens(request.prompt_token_ids, sample, limit)
+        tokens = fake_tokens(request.prompt_token_ids, sample, limit)
+        if self._length is not None:
+            tokens = np.resize(tokens, min(self._length, limit))
+        return (tokens - FIRST_LETTER + self._voice) % 26 + FIRST_LETTER
 
     def step(self) -> list[Completion]:
         self._think()
@@ -78,15 +90,17 @@ class FakeEngine:
         self._running += self._waiting[:room]
         del self._waiting[:room]
         done, still = [], []
-        for request, sample, produced in self._running:
-            answer = self._answer(request, sample)
-            self.output_tokens += min(self._pace, len(answer) - produced)
-            if produced + self._pace < len(answer):
-                still.append((request, sample, produced + self._pace))
+        for request, sample, before in self._running:
+            answer = self.answer(request, sample)
+            more = answer[len(before) : len(before) + self._pace]
+            self.output_tokens += len(more)
+            made = np.concatenate([before, more])
+            if len(made) < len(answer):
+                still.append((request, sample, made))
             else:
                 limit = request.sampling.max_tokens
-                reason = "length" if limit is not None and len(answer) >= limit else "stop"
-                done.append(Completion(request.key, sample, answer, reason, None, len(request.prompt_token_ids)))
+                reason = "length" if limit is not None and len(made) >= limit else "stop"
+                done.append(Completion(request.key, sample, made, reason, None, len(request.prompt_token_ids)))
         self._running = still
         return done
 
@@ -94,11 +108,8 @@ class FakeEngine:
         return EngineStats(prompt_tokens=self.prompt_tokens, output_tokens=self.output_tokens, running=self.num_running)
 
     def snapshot(self) -> list[InFlight]:
-        return [
-            InFlight(request.key, sample, self._answer(request, sample)[:produced])
-            for request, sample, produced in [*self._running, *self._waiting]
-            if produced
-        ]
+        everything = [*self._running, *self._waiting]
+        return [InFlight(request.key, sample, made) for request, sample, made in everything if len(made)]
 
 
 class FakeModel:
@@ -119,40 +130,3 @@ class FakeModel:
     def engine(self) -> FakeEngine:
         self.engines.append(self._engine)
         return self._engine
-
-
-class Died(BaseException):
-    """Stands for the process's death in a test that stays in one process: no handler catches it."""
-
-
-class FailingStore(Store):
-    """A Store whose `at`-th writing operation fails: "before" it happens, "after" it (unacknowledged), or kills us."""
-
-    def __init__(
-        self, url: str, storage_options: dict | None = None, *, retries: int = 0, at: int = 0, how: str = "before"
-    ) -> None:
-        super().__init__(url, storage_options or {}, retries=retries)
-        self.at, self.how, self.count = at, how, 0
-
-    def _guard(self, operation: Callable[[], object]) -> object:
-        self.count += 1
-        if self.count != self.at:
-            return operation()
-        if self.how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self.how == "before":
-            raise Died(f"before operation {self.count}")
-        operation()
-        raise Died(f"after operation {self.count}")
-
-    def create(self, name: str, data: bytes) -> bool:
-        return bool(self._guard(lambda: super(FailingStore, self).create(name, data)))
-
-    def replace(self, name: str, data: bytes) -> None:
-        self._guard(lambda: super(FailingStore, self).replace(name, data))
-
-    def replace_from(self, name: str, chunks: Iterable[bytes]) -> None:
-        self._guard(lambda: super(FailingStore, self).replace_from(name, chunks))
-
-    def delete(self, name: str) -> None:
-        self._guard(lambda: super(FailingStore, self).delete(name))

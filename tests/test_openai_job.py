@@ -11,7 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from fakes import CHATML, Died, FailingStore, FakeEngine, FakeModel, byte_tokenizer
+from fakes import CHATML, FakeEngine, FakeModel, byte_tokenizer
+from faults import WRITES, Call, Died, Fault, MeddledStore
 
 from batchgen import checks, job, spec
 from batchgen.errors import ConfigError, DataError, Interrupted
@@ -82,11 +83,17 @@ def job_of(tmp_path: Path, inputs: Path, **sections: Any) -> spec.JobSpec:
     return spec.parse({**data, **sections})
 
 
-def start(a_job: spec.JobSpec, model: FakeModel, options: job.RunOptions | None = None, **store: Any) -> dict[str, Any]:
+def start(
+    a_job: spec.JobSpec, model: FakeModel, options: job.RunOptions | None = None, fault: Fault | None = None
+) -> dict[str, Any]:
     def opener(url: str, extra: Any, retries: int) -> Store:
-        return FailingStore(url, extra, **store) if store else Store(url, extra, retries=retries)
+        return MeddledStore(url, extra, meet=fault) if fault else Store(url, extra, retries=retries)
 
     return job.run(a_job, options, model_opener=lambda _: model, store_opener=opener)
+
+
+def is_write(call: Call) -> bool:
+    return call.operation in WRITES
 
 
 def strict(line: str) -> dict[str, Any]:
@@ -166,7 +173,7 @@ def job_noise(seed: int, name: str) -> int:
     return noise_key(seed, name)
 
 
-@pytest.mark.parametrize("how", ["before", "after"])
+@pytest.mark.parametrize("how", ["dies before", "dies after"])
 def test_dying_at_any_storage_operation(
     tmp_path: Path, model_folder: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,7 +185,7 @@ def test_dying_at_any_storage_operation(
     a_job = job_of(tmp_path, inputs)
     for at in range(1, 200):
         try:
-            start(a_job, FakeModel(model_folder, FakeEngine(running=8, pace=5)), at=at, how=how)
+            start(a_job, FakeModel(model_folder, FakeEngine(running=8, pace=5)), fault=Fault(how, at, is_write))
             break
         except Died:
             if (tmp_path / "out/_SUCCESS").exists():
@@ -192,7 +199,7 @@ def test_dying_at_any_storage_operation(
     assert counters == {key: summary[key] for key in counters}
 
 
-@pytest.mark.parametrize("how", ["before", "after"])
+@pytest.mark.parametrize("how", ["dies before", "dies after"])
 def test_dying_while_the_files_are_made(
     tmp_path: Path, model_folder: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,7 +213,7 @@ def test_dying_while_the_files_are_made(
         for name in ("_SUCCESS", "output.jsonl", "errors.jsonl", "batch.json"):
             (out / name).unlink(missing_ok=True)
         try:
-            start(a_job, FakeModel(model_folder), at=at, how=how)
+            start(a_job, FakeModel(model_folder), fault=Fault(how, at, is_write))
             break
         except Died:
             there = {path.name for path in out.iterdir()}

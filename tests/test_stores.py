@@ -171,7 +171,7 @@ def test_bytes_are_on_the_disk_before_the_name(tmp_path: Path, monkeypatch: pyte
     for name in ("fsync", "link", "unlink", "replace"):
         monkeypatch.setattr(os, name, recorded(name))
     store.create("a", b"x")
-    assert calls == ["fsync .tmp-", "link", "fsync folder", "unlink"]
+    assert calls == ["fsync folder", "fsync .tmp-", "link", "fsync folder", "unlink"]
     calls.clear()
     store.replace("a", b"x")
     assert calls[:3] == ["fsync .tmp-", "replace", "fsync folder"]

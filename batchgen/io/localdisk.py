@@ -36,6 +36,7 @@ class LocalDisk:
 
     def __init__(self) -> None:
         self._temps: set[str] = set()
+        self._durable: set[str] = set()  # folders whose names are on the disk
         self._owner: tuple[int, str] = (0, "")  # this process and how staged names begin
 
     def stat(self, path: str) -> Entry | None:
@@ -77,6 +78,7 @@ class LocalDisk:
             except FileExistsError:
                 # A network file system can answer "exists" to the repetition of a request that did succeed.
                 if os.stat(temp).st_nlink < 2:
+                    self._sync_folder(os.path.dirname(path))  # it may be the work of a process that died before this
                     return False
             except OSError as error:
                 if error.errno not in NO_LINKS:
@@ -174,9 +176,16 @@ class LocalDisk:
         self._temps.discard(temp)
 
     def _make_folder(self, folder: str) -> None:
-        if not folder or os.path.isdir(folder):
+        """Have `folder` on the disk: one that is there may be the work of a process that died before it synced it."""
+        if not folder:
             return
         parent = os.path.dirname(folder)
+        if os.path.isdir(folder):
+            if folder not in self._durable:
+                with contextlib.suppress(PermissionError):  # who may use a folder need not be able to open its parent
+                    self._sync_folder(parent)
+                self._durable.add(folder)
+            return
         self._make_folder(parent)
         try:
             os.mkdir(folder)
@@ -184,6 +193,7 @@ class LocalDisk:
             if not os.path.isdir(folder):
                 raise NotADirectoryError(errno.ENOTDIR, "a file stands where a folder is needed", folder) from None
         self._sync_folder(parent)
+        self._durable.add(folder)
 
     @staticmethod
     def _sync_folder(folder: str) -> None:
