@@ -472,7 +472,7 @@ def test_new_files_extend_a_finished_run(tmp_path: Path, model_folder: Path) -> 
         assert start(a_job, FakeModel(model_folder), options)["rows"] == 50
     assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()} == stand
     pq.write_table(pa.table({"key": ["x", "y"], "text": [1, 2]}), inputs / "c.parquet")
-    with pytest.raises(ConfigError, match='columns.input_text: "string" then, "JSON text" now'):
+    with pytest.raises(ConfigError, match=r'columns\.input_text: "string" then, "JSON text" now'):
         start(a_job, FakeModel(model_folder), job.RunOptions(extend=True))
     (inputs / "c.parquet").unlink()
     write_rows(inputs, 23, "b.parquet", start=-3)  # three rows more at the top
