@@ -1,4 +1,4 @@
-"""What a run is: job.json and the list of its inputs, written once; a start that differs is refused by name."""
+"""What a run is: job.json and the lists of its inputs, written once; a start that differs is refused by name."""
 
 from __future__ import annotations
 
@@ -6,14 +6,24 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
 
-from batchgen.errors import ConfigError
+from batchgen.errors import ConfigError, Interrupted
 from batchgen.io.stores import Store
-from batchgen.runfolder import FORMAT_VERSION, INPUTS, JOB, put_record, read_record
+from batchgen.runfolder import (
+    FORMAT_VERSION,
+    INPUT_LISTS,
+    INPUTS,
+    JOB,
+    SUCCESS,
+    inputs_name,
+    parse_part,
+    put_record,
+    read_record,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +37,7 @@ _ABSENT = object()
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    """A run as its folder describes it. `digest` stands in every part and piece: job, shape and input content."""
+    """A run as its folder describes it. `digest` stands in every part and piece: job, shape and first input content."""
 
     name: str
     created: str
@@ -35,7 +45,9 @@ class JobRecord:
     shape: dict[str, Any]
     num_files: int
     digest: str
+    num_lists: int = 1  # of input files: one of the first start, one of each extension
     is_new: bool = False  # written by this start
+    added: Sequence[dict[str, Any]] = ()  # files of this start that the run does not have yet, see `extend`
 
 
 def read_job(store: Store) -> dict[str, Any] | None:
@@ -60,21 +72,32 @@ def establish(
     prove: Callable[[int], str] | None,
     info: Mapping[str, Any],
     created: str,
+    extend: bool = False,
 ) -> JobRecord:
-    """Write down what this run is, or check that the run in the folder is this one."""
+    """Write down what this run is, or check that the run in the folder is this one.
+
+    `inputs` are in the order that `arrange` gives. With `extend` new ones may follow the run's own; they are in
+    `added`, and `extend_inputs` makes them the run's.
+    """
     now = _plain({"fingerprint": fingerprint, "shape": shape})
     job = read_job(store)
     if job is not None:
         if must_be_new:
             raise ConfigError(f"{store.url}: --must-be-new, but this folder holds a run, started {job.get('created')}")
         _refuse(store, _changes(job["fingerprint"], now["fingerprint"]) + _changes(job["shape"], now["shape"], "shape"))
-    listed = read_record(store, INPUTS)
-    if listed is None:
-        files = _proven(inputs, prove)
+    first, later = read_lists(store)
+    known = [file for files in later if files is not None for file in files]
+    if first is None:  # or damaged: what it held is what no later list holds, and the digest proves it
+        first_files, added = _proven(inputs[: max(len(inputs) - len(known), 0)], prove), []
+        if known:
+            _compare_inputs(store, [*first_files, *known], inputs, prove)
     else:
-        files = listed["files"]
-        _compare_inputs(store, files, inputs, prove)
-    digest = _digest(now if job is None else job, files)  # a number may be written in two ways: the first one counts
+        first_files = first
+        if None in later and not extend:
+            _refuse_damaged_lists(store, first, later, None)
+        added = _compare_inputs(store, [*first_files, *known], inputs, prove, extend=extend)
+    _refuse_damaged_lists(store, first, later, shape["format"] if added else None)
+    digest = _digest(now if job is None else job, first_files)  # a number may be written in two ways
     is_new = job is None
     if job is None:
         own = {"format_version": FORMAT_VERSION, "created": created, "spec": spec, **now, "digest": digest}
@@ -89,10 +112,37 @@ def establish(
             f"{store.url}: the input is not the one this run was started with (its list {INPUTS} is missing or was "
             f"changed, so the difference is not known). {WAYS_OUT}"
         )
-    if listed is None:
-        put_record(store, INPUTS, {"files": files})
-    name = str(job["spec"].get("name", ""))
-    return JobRecord(name, job["created"], job["fingerprint"], job["shape"], len(files), digest, is_new)
+    if first is None:
+        put_record(store, INPUTS, {"files": first_files})
+    return JobRecord(
+        name=str(job["spec"].get("name", "")),
+        created=job["created"],
+        fingerprint=job["fingerprint"],
+        shape=job["shape"],
+        num_files=len(first_files) + len(known),
+        digest=digest,
+        num_lists=1 + len([files for files in later if files is not None]),
+        is_new=is_new,
+        added=added,
+    )
+
+
+def extend_inputs(store: Store, job: JobRecord, check: Callable[[], None]) -> JobRecord:
+    """Make `job.added` files of the run. `check` raises where this worker has lost the run.
+
+    _SUCCESS goes first, so that it never stands beside an incomplete run; whoever dies here is followed by a start
+    that does it again.
+    """
+    if not job.added:
+        return job
+    check()
+    store.delete(SUCCESS)
+    check()
+    name, record = inputs_name(job.num_lists + 1), {"files": list(job.added)}
+    if put_record(store, name, record)["files"] != _plain(record["files"]):
+        raise Interrupted(f"{store.path(name)}: another start is extending this run; run again", reason="locked")
+    logger.info("%s: %d new input files", store.url, len(job.added))
+    return replace(job, num_files=job.num_files + len(job.added), num_lists=job.num_lists + 1, added=())
 
 
 def check_same(
@@ -101,22 +151,26 @@ def check_same(
     fingerprint: Mapping[str, Any],
     inputs: Sequence[Mapping[str, Any]] | None,
     prove: Callable[[int], str] | None,
-) -> None:
+    extend: bool = False,
+) -> bool:
     """Refuse a start that differs from the run in the folder in one of the sections given.
 
     For a finished run, where the sections that cost time (a model's content) are left out. `prove` is called for
-    files that are not plainly the same only.
+    files that are not plainly the same only. False where the job is the same and `extend` brings new files.
     """
-    job, listed = read_job(store), read_record(store, INPUTS)
-    if job is None or listed is None:
+    job, (first, later) = read_job(store), read_lists(store)
+    if job is None or first is None or None in later:
+        gone = JOB if job is None else INPUTS if first is None else inputs_name(2 + later.index(None))
         raise ConfigError(
-            f"{store.url}: the run in this folder is finished, but {JOB if job is None else INPUTS} is gone or "
-            f"damaged, so that nobody can tell whether it was this job. {WAYS_OUT}"
+            f"{store.url}: the run in this folder is finished, but {gone} is gone or damaged, so that nobody can tell "
+            f"whether it was this job. {WAYS_OUT}"
         )
     then = {key: value for key, value in job["fingerprint"].items() if key in fingerprint}
     _refuse(store, _changes(then, _plain(fingerprint)))
-    if inputs is not None:
-        _compare_inputs(store, listed["files"], inputs, prove)
+    if inputs is None:
+        return True
+    known = [*first, *(file for files in later if files is not None for file in files)]
+    return not _compare_inputs(store, known, inputs, prove, extend=extend)
 
 
 def _refuse(store: Store, changes: list[str]) -> None:
@@ -165,12 +219,83 @@ def _shown(value: Any) -> str:
 
 # -- inputs ------------------------------------------------------------------------------------------------------------
 
+_Files = list[dict[str, Any]]
 
-def _proven(inputs: Sequence[Mapping[str, Any]], prove: Callable[[int], str] | None) -> list[dict[str, Any]]:
-    """The input list with a content proof for each file."""
+
+def read_lists(store: Store) -> tuple[_Files | None, list[_Files | None]]:
+    """The files of the first start, and those of each extension; None for a list that is missing or damaged."""
+    last = last_list(store)
+    lists = []
+    for number in range(1, last + 1):
+        record = read_record(store, inputs_name(number))
+        lists.append(None if record is None else record["files"])
+    return (lists[0], lists[1:]) if lists else (None, [])
+
+
+def last_list(store: Store) -> int:
+    """How many lists of input files the run has: 1, and one more for each extension."""
+    names = store.list(INPUT_LISTS)
+    numbers = [int(digits) for name in names if (digits := name[len(INPUT_LISTS) : -len(".json")]).isdigit()]
+    return max((number for number in numbers if inputs_name(number) in names), default=0)
+
+
+def arrange(store: Store, inputs: Sequence[Mapping[str, Any]], prove: Callable[[int], str] | None = None) -> list[int]:
+    """The order in which `inputs` are the files of the run in this folder: those it has, as it numbered them, then
+    new ones as they are given. Numbers of files go by this order.
+
+    A file is known by its path; one that moved by its size and then its name, or its content (`prove(i)` tells it).
+    Nothing is decided here: who opens the run compares all of it.
+    """
+    first, later = read_lists(store)
+    known = [*(first or []), *(file for files in later for file in files or [])]
+    at = {file["path"]: i for i, file in enumerate(inputs)}
+    found = {i: at[file["path"]] for i, file in enumerate(known) if file["path"] in at}
+    left = sorted(set(range(len(inputs))) - set(found.values()))
+    for i, file in enumerate(known):
+        if i not in found:
+            alike = [j for j in left if inputs[j]["size"] == file["size"]]
+            if len(alike) > 1 and prove is not None:
+                base = [j for j in alike if _base(inputs[j]) == _base(file)]
+                alike = base if len(base) == 1 else [j for j in alike if _proof(inputs, j, prove) == file["proof"]]
+            if alike:
+                found[i] = alike[0]
+                left.remove(alike[0])
+    ordered = [found[i] for i in range(len(known)) if i in found]
+    return [*left, *ordered] if first is None else [*ordered, *left]  # a lost first list: what is left was in it
+
+
+def _base(file: Mapping[str, Any]) -> str:
+    return str(file["path"]).rpartition("/")[2]
+
+
+def _refuse_damaged_lists(
+    store: Store, first: _Files | None, later: list[_Files | None], part_format: str | None
+) -> None:
+    """A later list cannot be told from the digest. The last one can be made anew, by an extension that brings files
+    (which `part_format` says), as long as no part depends on how it numbered its files."""
+    if None not in later:
+        return
+    name = inputs_name(2 + later.index(None))
+    if part_format is not None and later.index(None) == len(later) - 1 and first is not None:
+        before = len(first) + sum(len(files) for files in later if files is not None)
+        keys = [parse_part(part, part_format) for part in store.list(recursive=False)]
+        if all(key is None or key[0] < before for key in keys):
+            logger.warning("%s is damaged and no part depends on it; it is made anew", store.path(name))
+            return
+    raise ConfigError(
+        f"{store.path(name)}: this list of input files is missing or damaged, and nobody can tell which files parts "
+        "are of. Put a good copy in its place, or give the job another output.path, or use --overwrite"
+    )
+
+
+def _proven(
+    inputs: Sequence[Mapping[str, Any]], prove: Callable[[int], str] | None, which: Sequence[int] | None = None
+) -> _Files:
+    """The input list, or `which` of it, with a content proof for each file."""
+    chosen = range(len(inputs)) if which is None else which
     with ThreadPoolExecutor(8) as pool:
-        proofs = list(pool.map(lambda i: _proof(inputs, i, prove), range(len(inputs))))
-    return [{**_plain(file), "proof": proof} for file, proof in zip(inputs, proofs, strict=True)]
+        proofs = list(pool.map(lambda i: _proof(inputs, i, prove), chosen))
+    return [{**_plain(inputs[i]), "proof": proof} for i, proof in zip(chosen, proofs, strict=True)]
 
 
 def _proof(inputs: Sequence[Mapping[str, Any]], i: int, prove: Callable[[int], str] | None) -> str:
@@ -192,17 +317,24 @@ def _compare_inputs(
     then: Sequence[Mapping[str, Any]],
     now: Sequence[Mapping[str, Any]],
     prove: Callable[[int], str] | None,
-) -> None:
-    """ConfigError where the input's content changed; a warning where files only moved."""
+    *,
+    extend: bool = False,
+) -> _Files:
+    """ConfigError where the input's content changed; a warning where files only moved.
+
+    Returns the files that come after those of the run, which only `extend` allows, each with its proof.
+    """
 
     def same(old: Mapping[str, Any], i: int) -> bool:
         return _plainly_same(old, now[i]) or (old["size"] == now[i]["size"] and old["proof"] == _proof(now, i, prove))
 
-    if len(then) == len(now) and all(same(old, i) for i, old in enumerate(then)):
-        moved = [(old["path"], new["path"]) for old, new in zip(then, now, strict=True) if old["path"] != new["path"]]
+    is_all_there = len(now) >= len(then) and all(same(old, i) for i, old in enumerate(then))
+    if is_all_there and (extend or len(now) == len(then)):
+        pairs = zip(then, now, strict=False)
+        moved = [(old["path"], new["path"]) for old, new in pairs if old["path"] != new["path"]]
         if moved:
             logger.warning("%d input files have moved, the first from %s to %s; same content", len(moved), *moved[0])
-        return
+        return _proven(now, prove, range(len(then), len(now)))
     before, after = {file["path"]: file for file in then}, {file["path"]: i for i, file in enumerate(now)}
     changed = [path for path, i in after.items() if path in before and not same(before[path], i)]
     found = {
@@ -213,8 +345,13 @@ def _compare_inputs(
     lines = [f"{what}: {path}" for what, paths in found.items() for path in paths[:_SHOWN]]
     lines += [f"{what}: {len(p) - _SHOWN} more" for what, p in found.items() if len(p) > _SHOWN]
     lines = lines or ["the files are the same, in another order"]
+    ways = WAYS_OUT
+    if is_all_there:
+        ways = f"Use --extend to take the new files into this run. {WAYS_OUT}"
+    elif extend:
+        ways = f"--extend takes new files only while all the run's own are there and unchanged. {WAYS_OUT}"
     raise ConfigError(
         f"{store.url}: the input is not the one this run was started with:"
         + "".join(f"\n  {line}" for line in lines)
-        + f"\n{WAYS_OUT}"
+        + f"\n{ways}"
     )

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from datetime import datetime, timezone
 from typing import Any
 
-from batchgen.errors import Interrupted, PermissionDenied, StorageError
+from batchgen.errors import BatchgenError, Interrupted, PermissionDenied, StorageError
 from batchgen.io.stores import Store
 from batchgen.processes import machine, process_runs, started
-from batchgen.runfolder import encode, epoch_folder, epoch_name, lease_name, put_new, read_record
+from batchgen.runfolder import EPOCHS, encode, epoch_folder, epoch_name, lease_name, put_new, read_record
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 5.0
 DEAD_AFTER_SECONDS = 30.0
+_EPOCH = re.compile(rf"{EPOCHS}(\d+)/(\d+)\.json")
 
 
 def now() -> str:
@@ -40,14 +43,17 @@ def who(record: dict[str, Any]) -> str:
 
 
 def alive(record: dict[str, Any], timeout: float = DEAD_AFTER_SECONDS) -> bool | None:
-    """Whether the worker that wrote `record` lives; None where that cannot be told from this machine."""
+    """Whether the worker that wrote `record` lives; None where that cannot be told from this machine and record."""
     if record.get("released"):
         return False
     if record.get("machine") != machine():
         return None
     if not process_runs(int(record["pid"]), float(record["process_started"])):
         return False
-    return time.monotonic() - float(record["monotonic"]) < timeout
+    if time.monotonic() - float(record["monotonic"]) < timeout:
+        return True
+    # An epoch's own record only says when it began: its lease is gone, or an older worker has just written over it.
+    return False if "counter" in record else None
 
 
 def seems_alive(record: dict[str, Any]) -> bool:
@@ -61,8 +67,20 @@ def seems_alive(record: dict[str, Any]) -> bool:
 
 def latest_epoch(store: Store, slot: int) -> int:
     """The highest epoch of the slot, 0 where it was never started."""
-    names = [name.rsplit("/", 1)[-1] for name in store.list(epoch_folder(slot))]
-    return max((int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdigit()), default=0)
+    return _latest_epochs(store, epoch_folder(slot)).get(slot, 0)
+
+
+def slots(store: Store) -> list[int]:
+    """Every slot that was ever started."""
+    return sorted(_latest_epochs(store, EPOCHS))
+
+
+def _latest_epochs(store: Store, folder: str) -> dict[int, int]:
+    latest: dict[int, int] = {}
+    for name in store.list(folder):
+        if match := _EPOCH.fullmatch(name):
+            latest[int(match[1])] = max(latest.get(int(match[1]), 0), int(match[2]))
+    return latest
 
 
 def holder(store: Store, slot: int, epoch: int) -> dict[str, Any]:
@@ -71,6 +89,61 @@ def holder(store: Store, slot: int, epoch: int) -> dict[str, Any]:
     if lease is not None and lease.get("epoch") == epoch:
         return lease
     return read_record(store, epoch_name(slot, epoch)) or {}
+
+
+class Watch:
+    """Whether the workers of slots live, found out for all of them at the same time.
+
+    One of this machine is known at once. One of another machine lives if its counter moves; it is taken for dead when
+    that has stood still for `dead_after` seconds on this machine's monotonic clock. Times of day are never compared.
+    """
+
+    def __init__(self, store: Store, slots: Iterable[int], dead_after: float) -> None:
+        self._store, self._dead_after = store, dead_after
+        self._known: dict[int, tuple[bool, int]] = {}  # whether it lives, and which epoch that was found out of
+        self._seen: dict[int, tuple[int, dict[str, Any], float]] = {}  # undecided: epoch, first sight of it, deadline
+        self._look(slots)
+
+    def lives(self, slot: int) -> bool:
+        """Waits until it is known; what is learned of the other slots meanwhile is kept."""
+        return self.verdict(slot)[0]
+
+    def verdict(self, slot: int) -> tuple[bool, int]:
+        """Whether the slot's worker lives, and its epoch (0 where the slot was never started)."""
+        while slot not in self._known:
+            soonest = min(deadline for _, _, deadline in self._seen.values())
+            time.sleep(min(1.0, max(soonest - time.monotonic(), 0.0)))
+            self._look(list(self._seen))
+        return self._known[slot]
+
+    def forget(self, slot: int) -> None:
+        """Somebody has just started on it: what was found out is of the start before."""
+        self._known.pop(slot, None)
+        self._look([slot])
+
+    def _look(self, slots: Iterable[int]) -> None:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(self._look_at, slots))
+
+    def _look_at(self, slot: int) -> None:
+        began = time.monotonic()
+        epoch = latest_epoch(self._store, slot)
+        record = holder(self._store, slot, epoch) if epoch else {}
+        known = alive(record, self._dead_after) if record else None if epoch else False
+        first = self._seen.get(slot)
+        if known is None and (first is None or first[0] != epoch):
+            self._seen[slot] = epoch, record, began + self._dead_after
+            logger.warning(
+                "%s may still be at work on this run; watching it for up to %.0f s", who(record), self._dead_after
+            )
+            return
+        if known is None and first is not None:
+            if record.get("counter", 0) > first[1].get("counter", 0):  # a lease lost meanwhile is no sign of life
+                known = True
+            elif began < first[2]:
+                return
+        self._known[slot] = bool(known), epoch
+        self._seen.pop(slot, None)
 
 
 class Lease:
@@ -85,35 +158,45 @@ class Lease:
         self._lock = threading.Lock()
 
     @classmethod
-    def acquire(cls, store: Store, slot: int, info: dict[str, Any], *, dead_after: float) -> Lease:
-        """Start the slot's next epoch, unless a living worker has the slot: Interrupted("locked") names it.
-
-        A worker on another machine is watched for `dead_after` seconds before it is taken for dead.
-        """
+    def acquire(cls, store: Store, slot: int, info: dict[str, Any], watch: Watch) -> Lease:
+        """Start the slot's next epoch, unless a living worker has the slot: Interrupted("locked") names it."""
         while True:
-            epoch = latest_epoch(store, slot)
-            if epoch and _still_held(store, slot, epoch, dead_after):
+            lives, epoch = watch.verdict(slot)
+            if lives:
                 raise Interrupted(
-                    f"another worker has this run: {who(holder(store, slot, epoch))}. One run folder takes one worker "
-                    "at a time: wait for it, or end it and run again",
+                    f"another worker has {f'slot {slot} of ' if slot else ''}this run: "
+                    f"{who(holder(store, slot, epoch))}. One place takes one worker at a time: wait for it, or end it "
+                    "and run again",
                     reason="locked",
                 )
             record = {**info, **worker(), "slot": slot, "epoch": epoch + 1, "attempt": uuid.uuid4().hex}
             record |= {"time": now(), "monotonic": time.monotonic()}
             if put_new(store, epoch_name(slot, epoch + 1), encode(record)):
                 lease = cls(store, slot, epoch + 1, record)
-                lease._write(released=False)
+                lease._try_to_write()  # the epoch is what counts: a start that gave up here would look alive
                 return lease
             logger.info("another worker started on this run at the same moment; looking again")
+            watch.forget(slot)
+
+    @property
+    def attempt(self) -> str:
+        """Names this start among all, also after the run was deleted and begun anew."""
+        return str(self._record["attempt"])
 
     def check(self) -> None:
-        """Interrupted("fenced") where a newer worker has taken the slot over, or the run was deleted under us."""
+        """Interrupted("fenced") where a newer worker has taken the slot over, or the run was deleted under us.
+
+        Changes nothing in this process, so that any thread may ask.
+        """
         latest = latest_epoch(self._store, self._slot)
         own = read_record(self._store, epoch_name(self._slot, self.epoch))
         if latest == self.epoch and own is not None and own.get("attempt") == self._record["attempt"]:
             return
         other = read_record(self._store, epoch_name(self._slot, latest)) if latest else None
-        by = f"taken over by {who(other)}" if other else "deleted"
+        if other is not None and other.get("attempt") != self._record["attempt"]:
+            by = f"taken over by process {other['pid']} on {other['host']}, at work since {other['time']},"
+        else:
+            by = "deleted"
         raise Interrupted(
             f"this run was {by} while this process stood still for longer than {DEAD_AFTER_SECONDS:.0f} s; "
             "what it had committed before is kept, it ends here",
@@ -121,23 +204,36 @@ class Lease:
         )
 
     def beat(self) -> None:
-        """Show that this worker lives, at most every 5 s. Safe to call from another thread."""
+        """Show that this worker lives, at most every 5 s. Safe to call from another thread.
+
+        A lease object that is gone is written again by the worker that has the slot's latest epoch, and by no other.
+        """
         if time.monotonic() < self._due:
             return
         with self._lock:
             try:
                 self.check()
-                self._write(released=False)
             except (StorageError, PermissionDenied) as error:
-                # a heartbeat saves money and guards no data: commits will tell if the store is gone
-                self._due = time.monotonic() + HEARTBEAT_SECONDS
-                logger.warning("the heartbeat could not be written: %s", error)
+                self._missed(error)
+                return
+            self._try_to_write()
 
     def release(self) -> None:
         """Let the next start have the slot at once."""
         with self._lock:
             self.check()
             self._write(released=True)
+
+    def _try_to_write(self) -> None:
+        """A heartbeat saves money and guards no data: commits will tell if the store is gone."""
+        try:
+            self._write(released=False)
+        except (StorageError, PermissionDenied) as error:
+            self._missed(error)
+
+    def _missed(self, error: BatchgenError) -> None:
+        self._due = time.monotonic() + HEARTBEAT_SECONDS
+        logger.warning("the heartbeat could not be written: %s", error)
 
     def _write(self, *, released: bool) -> None:
         self._counter += 1
@@ -146,23 +242,6 @@ class Lease:
             lease_name(self._slot), encode({**self._record, **clocks, "counter": self._counter, "released": released})
         )
         self._due = time.monotonic() + HEARTBEAT_SECONDS
-
-
-def _still_held(store: Store, slot: int, epoch: int, timeout: float) -> bool:
-    first = holder(store, slot, epoch)
-    known = alive(first, timeout) if first else False
-    if known is not None:
-        return known
-    logger.warning("%s may still be at work on this run; watching it for up to %.0f s", who(first), timeout)
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        time.sleep(min(1.0, max(deadline - time.monotonic(), 0)))
-        seen = holder(store, slot, epoch)
-        if seen.get("released") or latest_epoch(store, slot) != epoch:
-            return False  # free, or another start has been quicker: the next look decides
-        if seen.get("counter", 0) > first.get("counter", 0):  # a lease lost meanwhile is no sign of life
-            return True
-    return False
 
 
 class Heart(AbstractContextManager["Heart"]):

@@ -1,8 +1,28 @@
-"""The run folder's only writer: what is committed, what a restart goes on from, and when a run is complete."""
+"""The run folder's only writer: what is committed, what a restart goes on from, and when a run is complete.
+
+A worker that was superseded (it stood still, another start took its slot) asks before each write whether it still has
+the slot, and ends with Interrupted("fenced") if not. It may also stand still between that question and the write. What
+the write does then, where the store creates a file only if there is none ("atomic"), and elsewhere ("lease-only"):
+
+    part             atomic: fills a free name with valid rows, which others then keep; a taken one stays as it is.
+                     lease-only: may put its own valid rows over the same shard's; never half a part
+    proofs, index    new names or equal content, both of this run's digest; a fact written twice
+    piece            a name of its own start; entries that a later start of the slot has overruled are not read
+    piece deleted    only pieces it knows by name, whose rows are all in parts: of no use to anybody
+    lease            the newer worker's is gone until that one's next heartbeat; meanwhile its epoch record speaks
+                     for it, and a third start watches instead of judging
+    epoch            created if absent, so that the later of two starts takes the next number (lease-only: the later
+                     record stands, and the earlier start does not find itself in it)
+    trial            replaces or deletes what people look at; nothing depends on it
+    _SUCCESS         was complete when the question was asked, and parts never go. Written after the run was extended
+                     or begun anew it counts for nothing (`read_success`) and is replaced at the end
+    _SUCCESS deleted, by an extension that another start has finished meanwhile: the next start writes it again
+    inputs list      atomic: created if absent, another start's list is never changed
+"""
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,30 +31,37 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from batchgen import runfolder
-from batchgen.errors import BatchgenError, ConfigError, Interrupted, StorageError
-from batchgen.io.files import COPIES
+from batchgen.errors import BatchgenError, ConfigError, Interrupted, PermissionDenied, StorageError
+from batchgen.io.storage import ObjectMissing
 from batchgen.io.stores import Store
-from batchgen.jobrecord import JobRecord, check_same, establish, read_job
-from batchgen.lease import DEAD_AFTER_SECONDS, Heart, Lease, holder, latest_epoch, now, seems_alive, who
+from batchgen.jobrecord import JobRecord, arrange, check_same, establish, extend_inputs, last_list, read_job, read_lists
+from batchgen.lease import DEAD_AFTER_SECONDS, Heart, Lease, Watch, now, slots
+from batchgen.parts import (
+    Parts,
+    Recorded,
+    index_record,
+    indexed_shards,
+    list_parts,
+    proofs_record,
+    prove_part,
+    read_index,
+    read_parts,
+    read_recorded,
+    record_proofs,
+)
 from batchgen.runfolder import (
     FORMAT_VERSION,
-    INDEX,
-    INPUTS,
     JOB,
-    PART_FORMATS,
-    STATE,
     SUCCESS,
     TRIAL,
     Counters,
     PartProof,
     index_name,
-    parse_part,
     part_name,
-    proof_name,
     put_new,
     put_record,
-    read_record,
 )
+from batchgen.runstatus import RunStatus, overwrite, peek, read_success
 from batchgen.types import Completion, InFlight, RowKey, ShardRange
 
 if TYPE_CHECKING:  # pyarrow is slow to import, and `status` of a finished run does without
@@ -42,27 +69,50 @@ if TYPE_CHECKING:  # pyarrow is slow to import, and `status` of a finished run d
 
 logger = logging.getLogger(__name__)
 
-SLOT = 0  # the place of a plain run's one worker
+MANY_PROOFS = 512  # that pieces carry, until they get a record of their own
 
-__all__ = ["Ledger", "RunStatus", "check_same", "overwrite", "peek", "read_job", "read_success"]
-
-_Parts = dict[tuple[int, int], PartProof | None]  # (file, shard): its proof; None: committed, its rows not known
+__all__ = [
+    "Ledger",
+    "RunStatus",
+    "Written",
+    "arrange",
+    "check_same",
+    "overwrite",
+    "peek",
+    "read_job",
+    "read_success",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A part that stands in the folder: `ours`, or another worker's of the same rows."""
+    """A part that stands in the run folder. `ours`: as this worker made it; False: as another one did, before."""
 
-    name: str
     proof: PartProof
     ours: bool
 
 
 class Ledger:
-    """A run folder opened by the worker that holds it. Made by `Ledger.open`."""
+    """A run folder opened by the worker that holds a slot of it. Made by `Ledger.open`.
 
-    def __init__(self, store: Store, job: JobRecord, lease: Lease, parts: _Parts, pieces: Pieces) -> None:
-        self._store, self._job, self._lease, self._parts, self._pieces = store, job, lease, parts, pieces
+    One thread uses it. Beside that, other threads may call `heartbeat`, `write_part`, `standing` and `read_back`,
+    which change nothing in it.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        slot: int,
+        job: JobRecord,
+        lease: Lease,
+        parts: Parts,
+        recorded: Recorded,
+        pieces: Pieces,
+    ) -> None:
+        self._store, self._slot, self._job, self._lease, self._pieces = store, slot, job, lease, pieces
+        self._parts, self._recorded = parts, recorded
+        self._unrecorded: list[PartProof] = []  # proofs of JSONL parts that are in no record yet
+        self._num_noted = 0  # how many of them pieces of this start carry
         self._index: dict[int, list[ShardRange]] = {}
         self._totals = Counters()
         for proof in parts.values():
@@ -81,17 +131,22 @@ class Ledger:
         must_be_new: bool,
         info: Mapping[str, Any],
         prove: Callable[[int], str] | None = None,
+        slot: int = 0,
+        extend: bool = False,
         dead_after: float = DEAD_AFTER_SECONDS,
     ) -> Ledger:
         """Begin the run in this folder, or take it up where it stands.
 
         `spec` is the resolved job without secrets. `fingerprint` is what results depend on, `shape` what the first
         start fixes (`format` of the output among it): a run that had other ones is a ConfigError naming them.
-        `inputs` hold path, size, mtime, etag; `prove(i)` gives the content proof of one that is not plainly the same.
-        `info` (version, device) is written down. A living worker in the folder is Interrupted("locked").
-        """
-        from batchgen.pieces import Pieces
+        `inputs` hold path, size, mtime, etag, in the order that `arrange` gives; `prove(i)` gives the content proof
+        of one that is not plainly the same. `extend` takes new ones into the run. `info` (version, device) is written
+        down.
 
+        A living worker in the slot is Interrupted("locked"). What dead workers of other slots left is taken over;
+        workers of other machines that may live are watched for `dead_after` seconds, all at the same time.
+        """
+        strangers = list_parts(store, shape["format"]) if read_job(store) is None else {}
         job = establish(
             store,
             spec=spec,
@@ -102,25 +157,55 @@ class Ledger:
             prove=prove,
             info=info,
             created=now(),
+            extend=extend,
         )
-        lease = Lease.acquire(store, SLOT, dict(info), dead_after=dead_after)
+        others = [other for other in slots(store) if other != slot]
+        watch = Watch(store, [slot, *others], dead_after)
+        lease = Lease.acquire(store, slot, dict(info), watch)
         try:
-            with Heart(lease.beat) as heart:  # thousands of parts take their time on a slow store
+            with Heart(lease.beat) as heart:  # thousands of parts take their time on a slow store, and so does watching
                 store.sweep()
-                parts = _read_parts(store, job.shape["format"], job.digest)
-                if job.is_new and None in parts.values():
+                job = extend_inputs(store, job, lease.check)
+                dead = [other for other in others if not watch.lives(other)]
+                ledger = cls._read(store, slot, job, lease, dead)
+                if job.is_new and any(ledger._parts.get(key, ...) is None for key in strangers):
                     raise ConfigError(
                         f"{store.url}: this folder holds parts of a run whose {JOB} is gone, so that nobody can tell "
                         "which; move them out of the folder and run again"
                     )
-                ledger = cls(store, job, lease, parts, Pieces(store, SLOT, lease.epoch, job.digest))
-                for file, shards in _read_index(store).items():
-                    ledger._learn(file, shards)
-                ledger._pieces.load(ledger._committed_ranges())
             heart.check()
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, (ConfigError, StorageError)):  # it may have read what its successor was changing
+                with contextlib.suppress(StorageError, PermissionDenied):
+                    lease.check()
             _release(lease)
             raise
+        return ledger
+
+    @classmethod
+    def _read(cls, store: Store, slot: int, job: JobRecord, lease: Lease, dead_slots: Sequence[int]) -> Ledger:
+        from batchgen.pieces import Pieces
+
+        part_format = job.shape["format"]
+        pieces = Pieces(store, slot, lease.epoch, lease.attempt, job.digest)
+        # proofs before parts are listed: what is proven must be among them
+        recorded = read_recorded(store, job.digest, pieces.read(dead_slots))
+        names = list_parts(store, part_format)
+        parts = read_parts(store, names, part_format, job.digest, recorded)
+        ledger = cls(store, slot, job, lease, parts, recorded, pieces)
+        ledger._unrecorded = [recorded.proofs[key] for key in sorted(recorded.noted) if key in names]
+        if gone := [key for key in recorded.proofs if key not in names]:
+            logger.warning(
+                "%d parts are gone that were committed, first %s; their rows are computed anew",
+                len(gone),
+                store.path(part_name(*gone[0], part_format)),
+            )
+            ledger._save_proofs(gone)  # a new part of that name must not be judged by the old one's proof
+        ledger._learn(read_index(store, job.digest))
+        pieces.load(ledger._committed_ranges())
+        if len(ledger._unrecorded) >= MANY_PROOFS:
+            ledger._save_proofs()
+        pieces.sweep()
         return ledger
 
     # what stands
@@ -160,7 +245,7 @@ class Ledger:
 
     @property
     def saved(self) -> int:
-        """Samples of open shards that earlier starts left, finished or begun."""
+        """Samples of open shards that earlier starts left, finished or begun, and that nobody took yet."""
         return len(self._pieces.restored)
 
     @property
@@ -172,9 +257,44 @@ class Ledger:
         """Have a finished sample in the next checkpoint, unless its part is committed before."""
         self._pieces.record(completion)
 
-    def checkpoint(self, in_flight: Iterable[InFlight]) -> bool:
-        """Save what is finished and what is in flight; False where there is nothing new."""
-        return self._pieces.checkpoint(in_flight)
+    def checkpoint(self, in_flight: Iterable[InFlight], *, last: bool = False) -> bool:
+        """Save what is finished and what is in flight; False where there is nothing new.
+
+        `last` (the worker is about to end) saves and does nothing else; otherwise pieces are tidied up too.
+        """
+        self._lease.check()
+        before = self._num_noted
+        try:
+            wrote = self._pieces.checkpoint(in_flight, self._notes, last=last)
+        except BaseException:
+            self._num_noted = before
+            raise
+        if len(self._unrecorded) >= MANY_PROOFS or (self._unrecorded and not wrote):
+            self._save_proofs()
+        return wrote
+
+    def is_saved(self, key: RowKey, sample: int) -> bool:
+        """Whether the end of a sample is safe in a piece, so that it can be read back when its shard closes.
+
+        So is everything recorded, or taken as finished, before the last checkpoint.
+        """
+        return self._pieces.is_saved(key, sample)
+
+    def pieces_of(self, shard: ShardRange) -> list[str]:
+        """What `read_back` needs to know. The pieces stay until the shard's part is acknowledged."""
+        return self._pieces.pieces_of(shard)
+
+    def read_back(self, shard: ShardRange, names: Sequence[str]) -> dict[tuple[int, int], Completion]:
+        """The finished samples of an open shard that are in the pieces `names`, by row and sample.
+
+        Any thread may call it. StorageError where a piece is gone or damaged: the next start computes its rows anew,
+        unless the shard is `standing` already.
+        """
+        try:
+            return self._pieces.read_back(shard, names)
+        except StorageError:
+            self._lease.check()
+            raise
 
     # parts
 
@@ -187,126 +307,182 @@ class Ledger:
         return self.acknowledge(self.write_part(shard, data, counters))
 
     def write_part(self, shard: ShardRange, data: bytes, counters: Counters) -> Written:
-        """The storage work of a commit; may run in another thread. To be acknowledged in this one."""
-        name = part_name(shard.file, shard.shard, self.shape["format"])
-        proof = self._proof(name, data, shard, counters)
+        """Create the part of a shard in the store; `acknowledge` has to follow. Any thread may call it."""
+        name = self._name(shard)
+        proof = self._prove(shard, data, counters)
         self._lease.check()
         ours = put_new(self._store, name, data)
         if not ours:
-            standing = self._store.read(name)
-            proof = self._proof(name, standing, shard, None)
+            proof = self._prove_standing(shard)
             logger.warning("%s was committed by another worker; it stands", self._store.path(name))
-        return Written(name, proof, ours)
+        return Written(proof, ours)
+
+    def standing(self, shard: ShardRange) -> Written | None:
+        """The shard's part, where one stands already. A worker of another slot that took this one for dead has
+        committed it, and deleted the pieces that nobody needed after it. Any thread may call it."""
+        try:
+            return Written(self._prove_standing(shard), ours=False)
+        except ObjectMissing:
+            return None
 
     def acknowledge(self, written: Written) -> bool:
-        """Count a part that is written, and forget what is kept of its rows. False where it is another worker's."""
-        self._know(written.name, written.proof)
+        """Count a part that stands, and forget its rows; touches no store. True where it is ours."""
+        self._know(written.proof)
         self._pieces.committed(written.proof.shard)
         return written.ours
 
-    def pieces_of(self, shard: ShardRange) -> list[str]:
-        """The pieces that hold rows of an open shard."""
-        return self._pieces.names_of(shard)
+    def _prove(self, shard: ShardRange, data: bytes, counters: Counters | None = None) -> PartProof:
+        return prove_part(
+            self._path(shard),
+            data,
+            shard,
+            part_format=self.shape["format"],
+            digest=self._job.digest,
+            epoch=self._lease.epoch,
+            filtered=bool(self._job.fingerprint.get("input", {}).get("where")),
+            counters=counters,
+        )
 
-    def read_back(self, shard: ShardRange, names: Sequence[str]) -> dict[tuple[int, int], Completion]:
-        """The finished samples of a shard in these pieces, by row and sample; may run in another thread."""
-        return self._pieces.read_back(shard, names)
-
-    def _proof(self, name: str, data: bytes, shard: ShardRange, counters: Counters | None) -> PartProof:
-        """The proof of a whole part, compared with the shard it is for."""
-        from batchgen.io.sinks import count_jsonl, verify_parquet
-
-        path = self._store.path(name)
-        if self.shape["format"] == "parquet":
-            proof = verify_parquet(data, path)
-            _refuse_foreign(path, proof, self._job.digest)
-            if proof.shard != shard:
-                raise StorageError(f"{path}: this part is corrupt: it holds {proof.shard} where {shard} belongs")
-            return proof
-        counters = counters or count_jsonl(data, path, shard, part_format=self.shape["format"])
-        checksum = hashlib.sha256(data).hexdigest()
-        return PartProof(self._job.digest, self._lease.epoch, shard, counters, checksum, len(data))
-
-    def _know(self, name: str, proof: PartProof) -> None:
-        """A part is proven: write its proof down where it cannot carry it, and count what it holds."""
-        if self.shape["format"] != "parquet":
-            standing = put_record(self._store, proof_name(name), proof.to_json())
-            if standing.get("checksum") != proof.checksum:  # of a part that somebody deleted
-                self._store.replace(proof_name(name), runfolder.encode(proof.to_json()))
+    def _know(self, proof: PartProof) -> None:
         key = (proof.shard.file, proof.shard.shard)
         if self._parts.get(key) is None:
             self._totals.add(proof.counters)
+            if self.shape["format"] != "parquet":
+                self._unrecorded.append(proof)
         self._parts[key] = proof
+
+    def _notes(self, everything: bool) -> bytes:
+        """Proofs that a piece is to carry: those that no other one does, or all that are in no record."""
+        proofs = self._unrecorded[0 if everything else self._num_noted :]
+        self._num_noted = len(self._unrecorded)
+        if not proofs:
+            return b""
+        return runfolder.encode(proofs_record(self._job.digest, proofs, sequence=self._recorded.sequence))
+
+    def _save_proofs(self, void: Sequence[tuple[int, int]] = ()) -> None:
+        self._lease.check()
+        record = proofs_record(self._job.digest, self._unrecorded, void)
+        record_proofs(self._store, self._recorded, self._slot, self.epoch, record)
+        self._unrecorded, self._num_noted = [], 0
+        self._pieces.forget_notes()
 
     def show_trial(self, shard: ShardRange, data: bytes) -> None:
         """Let people see results of a shard that a row limit cut off; nothing of the run depends on them."""
         self._lease.check()
-        self._store.replace(TRIAL + part_name(shard.file, shard.shard, self.shape["format"]), data)
+        self._store.replace(TRIAL + self._name(shard), data)
 
     # index and end
 
     def commit_index(self, file: int, shards: Sequence[ShardRange]) -> None:
         """Write down the shards of a file that has been read to its end."""
         assert [(shard.file, shard.shard) for shard in shards] == [(file, number) for number in range(len(shards))]
-        rows = sum(shard.num_rows for shard in shards)
-        columns = ("first_row", "num_rows", "byte_start", "byte_end")
-        table = [[getattr(shard, column) for column in columns] for shard in shards]
-        record = {"file": file, "rows": rows, "columns": columns, "shards": table}
+        record, name = index_record(self._job.digest, file, shards), index_name(file)
         self._lease.check()
-        standing = put_record(self._store, index_name(file), record)
-        if standing["shards"] != table:
+        standing = put_record(self._store, name, record)
+        known = indexed_shards(standing, self._job.digest)
+        if known is None:  # damaged; or of a run that was deleted, by a worker that had not noticed
+            self._store.replace(name, runfolder.encode(record))
+        elif known != list(shards):
             raise ConfigError(
-                f"{self._store.path(index_name(file))}: input file number {file} had {standing['rows']} rows in "
-                f"{len(standing['shards'])} shards when it was first read to its end, and has {rows} rows in "
+                f"{self._store.path(name)}: input file number {file} had {standing['rows']} rows in "
+                f"{len(standing['shards'])} shards when it was first read to its end, and has {record['rows']} rows in "
                 f"{len(shards)} now: it was changed under the run. Bring the old file back, or give the job another "
                 "output.path"
             )
         unproven = [shard for shard in shards if self._parts.get((file, shard.shard), ...) is None]
-        self._learn(file, list(shards))
+        self._learn({file: list(shards)})
         for shard in unproven:
             self._pieces.committed(shard)
 
-    def _learn(self, file: int, shards: list[ShardRange]) -> None:
-        """The shards of a file are known: parts must fit them, and parts without a proof get one."""
-        self._index[file] = shards
-        for shard in shards:
-            name = part_name(file, shard.shard, self.shape["format"])
-            proof = self._parts.get((file, shard.shard))
-            if (file, shard.shard) not in self._parts:
-                continue
-            if proof is None:  # a crash came between a JSONL part and its proof
-                self._know(name, self._proof(name, self._store.read(name), shard, None))
-            elif proof.shard != shard:
+    def _learn(self, index: Mapping[int, list[ShardRange]]) -> None:
+        """The shards of files are known: parts must fit them, and parts without a proof get one."""
+        self._index |= index
+        committed = [shard for shards in index.values() for shard in shards if (shard.file, shard.shard) in self._parts]
+        for shard in committed:
+            proof = self._parts[shard.file, shard.shard]
+            if proof is not None and proof.shard != shard:
                 raise StorageError(
-                    f"{self._store.path(name)}: this part holds {proof.shard}, the index of its file says {shard}; "
-                    f"delete the part or {index_name(file)}, whichever is wrong, and run again"
+                    f"{self._path(shard)}: this part holds {proof.shard}, the index of its file says {shard}; delete "
+                    f"the part or {index_name(shard.file)}, whichever is wrong, and run again"
                 )
+        # a crash came between a JSONL part and its proof
+        unproven = [shard for shard in committed if self._parts[shard.file, shard.shard] is None]
+        with ThreadPoolExecutor(4) as pool:
+            for proof in pool.map(self._prove_standing, unproven):
+                self._know(proof)
+
+    def _prove_standing(self, shard: ShardRange) -> PartProof:
+        return self._prove(shard, self._store.read(self._name(shard)))
+
+    def _name(self, shard: ShardRange) -> str:
+        return part_name(shard.file, shard.shard, self.shape["format"])
+
+    def _path(self, shard: ShardRange) -> str:
+        return self._store.path(self._name(shard))
+
+    def _catch_up(self) -> dict[tuple[int, int], str]:
+        """Learn what workers of other slots have committed since this one began. Returns the names of all parts."""
+        part_format = self.shape["format"]
+        names = list_parts(self._store, part_format)
+        new = {key: name for key, name in names.items() if key not in self._parts}
+        if new:
+            recorded = read_recorded(self._store, self._job.digest) if part_format != "parquet" else Recorded()
+            for key, proof in read_parts(self._store, new, part_format, self._job.digest, recorded).items():
+                self._parts[key] = None
+                if proof is not None:
+                    self._know(proof)
+        if len(self._index) < self._job.num_files or new:
+            self._learn(read_index(self._store, self._job.digest))
+        return names
 
     def finish(self, extra: Mapping[str, Any], pulse: Callable[[], None] = lambda: None) -> dict[str, Any]:
         """Write _SUCCESS: only when every file is indexed and every part is there and proven. Returns what it says.
 
-        What an OpenAI run has besides its parts is made first. That takes its time: `pulse` is called meanwhile, and
-        may raise what ends this start.
+        Whichever worker comes first writes it; another one finds it there. What an OpenAI run has besides its parts is
+        made first. That takes its time: `pulse` is called meanwhile, and may raise what ends this start.
         """
+        there = self._catch_up()
         expected = [(shard.file, shard.shard) for file in sorted(self._index) for shard in self._index[file]]
         format_ = self.shape["format"]
-        there = {key for name in self._store.list(recursive=False) if (key := parse_part(name, format_)) is not None}
         unread = [file for file in range(self._job.num_files) if file not in self._index]
         missing = [key for key in expected if self._parts.get(key) is None or key not in there]
-        surplus = sorted(there.difference(expected))
+        surplus = sorted(set(there).difference(expected))
         if unread or missing or surplus:
             raise StorageError(
                 f"{self._store.url}: the run is not complete: files not read to their end {unread[:5]}, parts missing "
                 f"{[part_name(*key, format_) for key in missing[:5]]}, parts that no input has "
                 f"{[part_name(*key, format_) for key in surplus[:5]]}; run again"
             )
+        if self._unrecorded:
+            self._save_proofs()
         self._lease.check()
-        proofs = [proof for key in expected if (proof := self._parts[key]) is not None]
-        parts = [
-            {"name": part_name(*key, format_), "rows": proof.shard.num_rows, "bytes": proof.size}
-            for key, proof in zip(expected, proofs, strict=True)
-        ]
-        own = {
+        summary = self._success(expected, extra)
+        if format_ == "openai":
+            self._publish(summary, pulse)
+        if trial := self._store.list(TRIAL):  # the parts hold it all now
+            for name in trial:
+                self._store.delete(name)
+        self._lease.check()
+        if last_list(self._store) != self._job.num_lists:
+            raise Interrupted(
+                f"{self._store.url}: input files were added to this run while it was at work; what it had committed "
+                "is kept, run again with --extend to go on",
+                reason="fenced",
+            )
+        summary = self._write_success(summary)
+        self._pieces.clear()
+        return summary
+
+    def _success(self, expected: Sequence[tuple[int, int]], extra: Mapping[str, Any]) -> dict[str, Any]:
+        totals, parts = Counters(), []
+        for key in expected:
+            proof = self._parts[key]
+            assert proof is not None
+            totals.add(proof.counters)
+            name = part_name(*key, self.shape["format"])
+            parts.append({"name": name, "rows": proof.shard.num_rows, "bytes": proof.size})
+        return {
+            **extra,
             "format_version": FORMAT_VERSION,
             "name": self._job.name,
             "digest": self._job.digest,
@@ -314,35 +490,37 @@ class Ledger:
             "finished": now(),
             "epoch": self._lease.epoch,
             "files": self._job.num_files,
-            "counters": self._totals.to_json(),
+            "lists": self._job.num_lists,
+            "counters": totals.to_json(),
             "parts": parts,
         }
-        if format_ == "openai":
-            self._publish([part_name(*key, format_) for key in expected], own, pulse)
-        for name in self._store.list(TRIAL):  # the parts hold it all now
-            self._store.delete(name)
-        summary = put_record(self._store, SUCCESS, {**extra, **own})
-        self._pieces.clear()
-        return summary
 
-    def _publish(self, parts: Sequence[str], summary: Mapping[str, Any], pulse: Callable[[], None]) -> None:
+    def _publish(self, summary: Mapping[str, Any], pulse: Callable[[], None]) -> None:
         from batchgen.io import answers
 
-        listed = read_record(self._store, INPUTS) or {"files": []}
+        first, later = read_lists(self._store)
         created, completed = (
             int(datetime.fromisoformat(summary[when]).timestamp()) for when in ("started", "finished")
         )
         answers.publish(
             self._store,
-            parts,
-            self._totals,
+            [part["name"] for part in summary["parts"]],
+            Counters.from_json(summary["counters"]),
             digest=self._job.digest,
-            inputs=[file["path"] for file in listed["files"]],
+            inputs=[file["path"] for files in [first, *later] if files is not None for file in files],
             created=created,
             completed=completed,
             pulse=pulse,
         )
-        self._lease.check()
+
+    def _write_success(self, summary: dict[str, Any]) -> dict[str, Any]:
+        if put_new(self._store, SUCCESS, data := runfolder.encode(summary)):
+            return summary
+        standing = read_success(self._store)
+        if standing is not None:
+            return standing
+        self._store.replace(SUCCESS, data)  # damaged, or of an earlier state of the run
+        return summary
 
     # the slot
 
@@ -356,6 +534,13 @@ class Ledger:
 
     def close(self) -> None:
         """Give the slot back."""
+        try:
+            if self._unrecorded:
+                self._save_proofs()
+        except Interrupted:  # another worker has the slot
+            return
+        except BatchgenError as error:
+            logger.warning("the next start has to read some parts again: %s", error)
         _release(self._lease)
 
     def _committed_ranges(self) -> dict[int, list[ShardRange]]:
@@ -373,172 +558,3 @@ def _release(lease: Lease) -> None:
         pass
     except BatchgenError as error:
         logger.warning("the lease stays behind, the next start may wait for it: %s", error)
-
-
-# -- reading a folder --------------------------------------------------------------------------------------------------
-
-
-def _refuse_foreign(path: str, proof: PartProof, digest: str) -> None:
-    if proof.fingerprint != digest:
-        raise ConfigError(f"{path}: this part was made by another run; move it out of the folder and run again")
-
-
-def _read_parts(store: Store, part_format: str, digest: str | None) -> _Parts:
-    """Every part in the folder with its proof; a listing only finds candidates."""
-    names = [name for name in store.list(recursive=False) if parse_part(name, part_format) is not None]
-    read = _parquet_proof if part_format == "parquet" else _jsonl_proof
-    parts: _Parts = {}
-    with ThreadPoolExecutor(8) as pool:
-        for name, proof in zip(names, pool.map(lambda name: read(store, name), names), strict=True):
-            key = parse_part(name, part_format)
-            assert key is not None
-            if proof is not None:
-                if digest is not None:
-                    _refuse_foreign(store.path(name), proof, digest)
-                if (proof.shard.file, proof.shard.shard) != key:
-                    raise StorageError(f"{store.path(name)}: this part is corrupt: it holds {proof.shard}")
-            parts[key] = proof
-    return parts
-
-
-def _parquet_proof(store: Store, name: str) -> PartProof:
-    from batchgen.io.sinks import read_proof
-
-    with store.open(name) as file:
-        return read_proof(file, store.path(name))
-
-
-def _jsonl_proof(store: Store, name: str) -> PartProof | None:
-    """The record beside a JSONL part; None where a crash came before it was written."""
-    record, size = read_record(store, proof_name(name)), store.size(name)
-    if record is None:
-        return None
-    try:
-        proof = PartProof.from_json(record)
-    except (KeyError, TypeError, ValueError):
-        logger.warning("%s is damaged; going on without it", store.path(proof_name(name)))
-        return None
-    if proof.size != size:
-        raise StorageError(
-            f"{store.path(name)}: this part is corrupt: it has {size} bytes and was committed with {proof.size}. Put a "
-            "good copy in its place, or delete it and run again, and its rows are computed anew"
-        )
-    return proof
-
-
-def _read_index(store: Store) -> dict[int, list[ShardRange]]:
-    """The shards of every file that has been read to its end."""
-    with ThreadPoolExecutor(8) as pool:
-        records = list(pool.map(lambda name: read_record(store, name), store.list(INDEX)))
-    return {
-        record["file"]: [ShardRange(record["file"], shard, *row) for shard, row in enumerate(record["shards"])]
-        for record in records
-        if record is not None
-    }
-
-
-def read_success(store: Store) -> dict[str, Any] | None:
-    """What _SUCCESS says of a finished run; None where there is none, or only a damaged one."""
-    return read_record(store, SUCCESS)
-
-
-@dataclass(frozen=True, slots=True)
-class RunStatus:
-    """A run as its folder shows it. `state`: "empty", "running", "stopped" or "finished".
-
-    Rows and failures count as the last heartbeat told, tokens where they are committed; totals are None until every
-    input file has been read to its end.
-    """
-
-    state: str
-    name: str = ""
-    files: int = 0
-    shards_done: int = 0
-    shards_total: int | None = None
-    rows_done: int = 0
-    rows_total: int | None = None
-    rows_failed: int = 0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    started: str | None = None
-    updated: str | None = None
-    epoch: int = 0
-    host: str | None = None
-    pid: int | None = None
-
-
-def peek(store: Store) -> RunStatus:
-    """The state of the run in a folder; changes nothing."""
-    success = read_success(store)
-    if success is not None:
-        counters, shards = Counters.from_json(success["counters"]), len(success["parts"])
-        return RunStatus(
-            "finished",
-            success["name"],
-            success["files"],
-            shards_done=shards,
-            shards_total=shards,
-            rows_done=counters.rows,
-            rows_total=counters.rows,
-            rows_failed=counters.rows_failed,
-            prompt_tokens=counters.prompt_tokens,
-            output_tokens=counters.output_tokens,
-            started=success["started"],
-            updated=success["finished"],
-            epoch=success["epoch"],
-        )
-    job = read_job(store)
-    if job is None:
-        return RunStatus("empty")
-    inputs = read_record(store, INPUTS)
-    files = 0 if inputs is None else len(inputs["files"])
-    index = _read_index(store)
-    whole = inputs is not None and len(index) == files
-    ranges = {(file, shard.shard): shard for file, shards in index.items() for shard in shards}
-    parts = _read_parts(store, job["shape"]["format"], None)
-    totals = Counters()
-    for key, proof in parts.items():
-        if proof is not None:
-            totals.add(proof.counters)
-        elif key in ranges:
-            totals.rows += ranges[key].num_rows
-    epoch = latest_epoch(store, SLOT)
-    last = holder(store, SLOT, epoch) if epoch else {}
-    progress = last.get("progress", {})
-    return RunStatus(
-        "running" if last and seems_alive(last) else "stopped",
-        str(job["spec"].get("name", "")),
-        files,
-        shards_done=len(parts),
-        shards_total=len(ranges) if whole else None,
-        rows_done=max(totals.rows, progress.get("rows_done", 0)),
-        rows_total=sum(shard.num_rows for shard in ranges.values()) if whole else None,
-        rows_failed=max(totals.rows_failed, progress.get("rows_failed", 0)),
-        prompt_tokens=totals.prompt_tokens,
-        output_tokens=totals.output_tokens,
-        started=job["created"],
-        updated=last.get("time"),
-        epoch=epoch,
-        host=last.get("host"),
-        pid=last.get("pid"),
-    )
-
-
-def overwrite(store: Store) -> None:
-    """Delete the run in this folder and nothing else: _SUCCESS first, job.json last, so that it can be repeated."""
-    if not store.exists(JOB):
-        if read_success(store) is not None:
-            store.delete(SUCCESS)
-        return
-    epoch = latest_epoch(store, SLOT)
-    last = holder(store, SLOT, epoch) if epoch else {}
-    if last and seems_alive(last):
-        raise Interrupted(f"{store.url}: {who(last)} is at work on this run; end it first", reason="locked")
-    job = read_record(store, JOB)
-    formats = tuple(PART_FORMATS) if job is None else (job["shape"]["format"],)
-    names = store.list()
-    parts = [name for name in names if any(parse_part(name, part_format) for part_format in formats)]
-    copies = [name for name in names if name in COPIES and "openai" in formats]
-    state = [name for name in names if name.startswith(STATE) and name != JOB]
-    for name in [SUCCESS, *copies, *parts, *state, JOB]:
-        store.delete(name)

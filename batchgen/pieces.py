@@ -1,9 +1,16 @@
 """Pieces: a cache of work done on open shards, so that a restart goes on from the last checkpoint.
 
 A piece is an immutable Arrow stream with its sha256 behind it. It holds finished samples, and for samples in flight
-what they gained since the piece before: `start` is how many tokens were stored already. A reader takes pieces in
-order and keeps `tokens[:start] + token_ids`; a delta that starts behind what it has (a piece between was lost) is
-left out, so that a chain is cut short but never mixed up.
+what they gained since the piece before: `start` is how many tokens were stored already, `check` their checksum. A
+reader takes pieces in order and keeps `tokens[:start] + token_ids`; a delta that does not fit what it has (a piece
+between was lost) is left out, so that a chain is cut short but never mixed up.
+
+Chains stay inside one slot. What was taken over from a dead slot is written again, whole, by the slot that goes on
+with it: the other one may come back and has its own plans for its pieces. Within a slot a later start knew all that
+counts of an earlier one; what a superseded start still wrote after that is overruled.
+
+A piece also carries what its writer wants to be remembered until it is written down elsewhere (`notes`: proofs of
+JSON Lines parts), so that a checkpoint is one object.
 """
 
 from __future__ import annotations
@@ -11,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from batchgen.errors import StorageError
+from batchgen.errors import PermissionDenied, StorageError
 from batchgen.io.storage import ObjectMissing
 from batchgen.io.stores import Store
 from batchgen.runfolder import piece_folder, piece_name, put_new
@@ -29,6 +36,10 @@ from batchgen.types import Completion, InFlight, RowError, RowKey, ShardRange, T
 logger = logging.getLogger(__name__)
 
 MAX_PIECE_BYTES = 16 << 20
+MANY_PIECES = 32  # kept at once, of which some are worth merging
+_MERGED_AT_ONCE = 16
+_SMALL_PIECE = 256  # rows
+_MANY_NOTES = 16  # pieces that are kept for their notes
 _ROW_BYTES = 64  # what a row takes beside its tokens and texts, roughly
 _DIGEST_BYTES = 32
 _SCHEMA = pa.schema(
@@ -37,6 +48,7 @@ _SCHEMA = pa.schema(
         pa.field("row", pa.int64(), nullable=False),
         pa.field("sample", pa.int32(), nullable=False),
         pa.field("start", pa.int32(), nullable=False),
+        pa.field("check", pa.uint32(), nullable=False),
         pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
         pa.field("finish_reason", pa.string()),  # null: in flight, and so is everything below
         pa.field("stop_string", pa.string()),
@@ -48,6 +60,7 @@ _SCHEMA = pa.schema(
 )
 
 _Key = tuple[int, int, int]  # file, row, sample
+_Rows = npt.NDArray[np.int64]  # row numbers, each once, in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +69,9 @@ class _Entry:
 
     key: _Key
     start: int
+    check: int  # of the tokens before `start`
     token_ids: TokenIds
-    finished: Completion | None
-    total: int = 0  # tokens stored once this piece is written, and their checksum
-    check: int = 0
+    finished: Completion | None = None
 
     @property
     def size(self) -> int:
@@ -73,18 +85,47 @@ class _Stored(NamedTuple):
     check: int  # crc32 of these tokens
 
 
+@dataclass(slots=True)
+class _Held:
+    """What a piece holds of rows that are in no part yet."""
+
+    size: int  # rows of the piece, the others too
+    rows: dict[int, _Rows]  # by file
+    finished: dict[int, _Rows]  # those with a finished sample among them
+
+    def drop(self, shard: ShardRange) -> None:
+        for table in (self.rows, self.finished):
+            rows = table.get(shard.file)
+            if rows is not None:
+                table[shard.file] = rows[(rows < shard.first_row) | (rows >= shard.first_row + shard.num_rows)]
+                if not len(table[shard.file]):
+                    del table[shard.file]
+
+    @property
+    def is_worth_merging(self) -> bool:
+        """Small, or most of it is of no use any more: deltas of samples that have ended, rows that are in parts."""
+        return self.size < _SMALL_PIECE or 2 * sum(map(len, self.finished.values())) < self.size
+
+
+def _held(files: npt.NDArray[np.int64], rows: _Rows, finished: npt.NDArray[np.bool_], size: int) -> _Held:
+    def by_file(chosen: npt.NDArray[np.bool_]) -> dict[int, _Rows]:
+        return {int(file): np.unique(rows[chosen & (files == file)]) for file in np.unique(files[chosen])}
+
+    return _Held(size, by_file(np.ones(len(rows), np.bool_)), by_file(finished))
+
+
 def _text_bytes(completion: Completion) -> int:
     return len(completion.error.message) if completion.error else 0
 
 
-def _check(token_ids: TokenIds) -> int:
-    return zlib.crc32(np.ascontiguousarray(token_ids, np.int32).tobytes())
+def _check(token_ids: TokenIds, before: int = 0) -> int:
+    return zlib.crc32(np.ascontiguousarray(token_ids, np.int32).tobytes(), before)
 
 
 # -- one piece as bytes ------------------------------------------------------------------------------------------------
 
 
-def encode(entries: list[_Entry], digest: str) -> bytes:
+def encode(entries: list[_Entry], digest: str, notes: bytes = b"") -> bytes:
     """A piece; `digest` names the run it belongs to."""
     done = [entry.finished for entry in entries]
     stops = [c.stop_reason if c else None for c in done]
@@ -97,6 +138,7 @@ def encode(entries: list[_Entry], digest: str) -> bytes:
         "row": [entry.key[1] for entry in entries],
         "sample": [entry.key[2] for entry in entries],
         "start": [entry.start for entry in entries],
+        "check": [entry.check for entry in entries],
         "token_ids": pa.ListArray.from_arrays(pa.array(offsets), pa.array(tokens)),
         "finish_reason": [c.finish_reason if c else None for c in done],
         "stop_string": [stop if isinstance(stop, str) else None for stop in stops],
@@ -105,7 +147,7 @@ def encode(entries: list[_Entry], digest: str) -> bytes:
         "error_code": [error.code if error else None for error in errors],
         "error_message": [error.message.encode("utf-8", "backslashreplace") if error else None for error in errors],
     }
-    schema = _SCHEMA.with_metadata({"batchgen.digest": digest})
+    schema = _SCHEMA.with_metadata({"batchgen.digest": digest, "batchgen.notes": notes})
     arrays = [pa.array(columns[field.name], field.type) for field in schema]
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
@@ -124,6 +166,10 @@ def decode(data: bytes, digest: str) -> pa.RecordBatch:
         if not reader.schema.equals(_SCHEMA) or own != digest.encode():
             raise ValueError("it belongs to another run or release")
         return reader.read_next_batch()
+
+
+def _notes_of(batch: pa.RecordBatch) -> bytes:
+    return bytes((batch.schema.metadata or {}).get(b"batchgen.notes", b""))
 
 
 def _entries(batch: pa.RecordBatch) -> Iterator[_Entry]:
@@ -145,50 +191,100 @@ def _entries(batch: pa.RecordBatch) -> Iterator[_Entry]:
                 row["prompt_tokens"],
                 None if row["error_code"] is None else RowError(row["error_code"], row["error_message"]),
             )
-        yield _Entry(key, row["start"], ids, finished)
+        yield _Entry(key, row["start"], row["check"], ids, finished)
 
 
-# -- all pieces of a slot ----------------------------------------------------------------------------------------------
+# -- what earlier starts left ------------------------------------------------------------------------------------------
+
+
+class _History:
+    """What the pieces of one slot say, read in order: samples that ended, and the tokens of those in flight."""
+
+    def __init__(self) -> None:
+        self.finished: dict[_Key, Completion] = {}
+        self.chains: dict[_Key, TokenIds] = {}
+        self._finished_in: dict[_Key, str] = {}  # epoch
+
+    def add(self, name: str, batch: pa.RecordBatch) -> None:
+        epoch = name.rpartition("/")[2].partition("-")[0]
+        for entry in _entries(batch):
+            key = entry.key
+            if entry.finished is not None:
+                self.finished[key], self._finished_in[key] = entry.finished, epoch
+                continue
+            have = self.chains.get(key, entry.token_ids[:0])
+            if entry.start > len(have) or _check(have[: entry.start]) != entry.check:
+                continue
+            if key in self.finished and self._finished_in[key] < epoch:
+                # the later start did not know it as finished: the earlier one was superseded when it wrote that
+                del self.finished[key]
+            self.chains[key] = np.concatenate([have[: entry.start], entry.token_ids])
 
 
 class Pieces:
-    """A slot's pieces: what they hold of earlier starts, what is to be written, and when one can go."""
+    """A slot's pieces: what they and those of dead slots hold, what is to be written, and when one can go.
 
-    def __init__(self, store: Store, slot: int, epoch: int, digest: str) -> None:
-        self._store, self._slot, self._epoch, self._digest = store, slot, epoch, digest
+    One thread uses it; only `read_back` may run beside it.
+    """
+
+    def __init__(self, store: Store, slot: int, epoch: int, attempt: str, digest: str) -> None:
+        """`digest` names the run, `attempt` this start of it."""
+        self._store, self._slot, self._digest = store, slot, digest
+        self._epoch, self._attempt = epoch, attempt
         self._number = 0
         self.restored: dict[_Key, Completion | InFlight] = {}
+        self._foreign: set[_Key] = set()  # restored from another slot, and in no piece of this one
         self._pending: dict[_Key, Completion] = {}
         self._stored: dict[_Key, _Stored] = {}
-        self._rows: dict[str, dict[int, npt.NDArray[np.int64]]] = {}  # piece: file: rows not in a part yet
+        self._saved: set[_Key] = set()  # finished, in pieces of this slot
+        self._held: dict[str, _Held] = {}
+        self._found: dict[str, pa.RecordBatch | None] = {}  # at the start; None: damaged. Batches until `load`
+        self._noted: set[str] = set()  # pieces with notes that are nowhere else
+        self._stuck: set[str] = set()  # worth merging, but something in them can only be had from there
+        self._needed: dict[tuple[int, int], list[str]] = {}  # shard being read back: its pieces
         self.pending_bytes = 0
 
     # reading
 
+    def read(self, dead_slots: Iterable[int] = ()) -> list[bytes]:
+        """Read what earlier starts left, of other slots the dead ones' only. Returns the notes among it."""
+        for slot in [self._slot, *dead_slots]:
+            names = self._store.list(piece_folder(slot))
+            with ThreadPoolExecutor(8) as pool:
+                self._found |= zip(names, pool.map(self._read, names), strict=True)
+        notes = {name: _notes_of(batch) for name, batch in self._found.items() if batch is not None}
+        self._noted = {name for name, note in notes.items() if note}
+        return [note for note in notes.values() if note]
+
     def load(self, done: Mapping[int, Iterable[ShardRange]]) -> None:
-        """Read what earlier starts left, without rows of parts; pieces that hold nothing else are deleted."""
-        names = self._store.list(piece_folder(self._slot))
+        """Take up what was read, without the rows of parts."""
         bounds = {file: _bounds(shards) for file, shards in done.items()}
-        finished: dict[_Key, Completion] = {}
-        chains: dict[_Key, TokenIds] = {}
-        with ThreadPoolExecutor(8) as pool:
-            for name, batch in zip(names, pool.map(self._read, names), strict=True):
-                if batch is None:
-                    continue
-                self._rows[name], left = _open_rows(batch, bounds)
-                for entry in _entries(left):
-                    if entry.finished is not None:
-                        finished[entry.key] = entry.finished
-                        continue
-                    have = chains.get(entry.key, entry.token_ids[:0])
-                    if entry.start <= len(have):
-                        chains[entry.key] = np.concatenate([have[: entry.start], entry.token_ids])
-        for key, token_ids in chains.items():
-            if key not in finished:
-                self.restored[key] = InFlight(RowKey(*key[:2]), key[2], token_ids)
+        histories: dict[str, _History] = {piece_folder(self._slot): _History()}
+        for name, batch in self._found.items():
+            if batch is not None:
+                left = _open_rows(batch, bounds)
+                self._held[name] = _held(*_columns(left), batch.num_rows)
+                histories.setdefault(name.rpartition("/")[0] + "/", _History()).add(name, left)
+        self._found = dict.fromkeys(self._found)
+        for folder, history in histories.items():
+            self._take_over(history, is_own=folder == piece_folder(self._slot))
+
+    def _take_over(self, history: _History, *, is_own: bool) -> None:
+        """Finished comes first, then the longest in flight; of equal ones this slot's own."""
+        for key, token_ids in history.chains.items():
+            if is_own:
                 self._stored[key] = _Stored(len(token_ids), _check(token_ids))
-        self.restored |= finished
-        self._sweep()
+            have = self.restored.get(key)
+            if have is None or (isinstance(have, InFlight) and len(have.token_ids) < len(token_ids)):
+                self.restored[key] = InFlight(RowKey(*key[:2]), key[2], token_ids)
+        for key, completion in history.finished.items():
+            if is_own:
+                self._saved.add(key)
+                self._stored.pop(key, None)
+                self.restored[key] = completion
+            elif not isinstance(self.restored.get(key), Completion):
+                self._foreign.add(key)
+                self.restored[key] = completion
 
     def _read(self, name: str) -> pa.RecordBatch | None:
         try:
@@ -201,26 +297,37 @@ class Pieces:
 
     def take(self, key: RowKey, sample: int) -> Completion | InFlight | None:
         """What earlier starts left of this sample, once: finished, begun, or nothing."""
-        return self.restored.pop((key.file, key.row, sample), None)
+        found = self.restored.pop((key.file, key.row, sample), None)
+        if isinstance(found, Completion) and (key.file, key.row, sample) in self._foreign:
+            self.record(found)
+        return found
 
-    def names_of(self, shard: ShardRange) -> list[str]:
-        """The pieces that hold rows of an open shard, oldest first."""
-        stop = shard.first_row + shard.num_rows
-        return sorted(
-            name
-            for name, files in self._rows.items()
-            if (rows := files.get(shard.file)) is not None and ((rows >= shard.first_row) & (rows < stop)).any()
-        )
+    def is_saved(self, key: RowKey, sample: int) -> bool:
+        return (key.file, key.row, sample) in self._saved
+
+    def pieces_of(self, shard: ShardRange) -> list[str]:
+        """The pieces with finished samples of the shard, oldest first. They stay until its part is acknowledged."""
+        names = [name for name, held in self._held.items() if self._is_own(name) and _within(held.finished, shard)]
+        self._needed[shard.file, shard.shard] = names
+        return sorted(names)
 
     def read_back(self, shard: ShardRange, names: Iterable[str]) -> dict[tuple[int, int], Completion]:
-        """The finished samples of a shard in these pieces, by row and sample. Safe to call from another thread."""
-        place = {shard.file: _bounds([shard])}
+        """The finished samples of a shard, by row and sample, that `names` hold. Touches nothing but the store."""
         found: dict[tuple[int, int], Completion] = {}
+        stop = shard.first_row + shard.num_rows
         for name in names:
-            batch = self._read(name)
-            if batch is not None:
-                entries = _entries(batch.filter(pa.array(_within(batch, place))))
-                found |= {entry.key[1:]: entry.finished for entry in entries if entry.finished is not None}
+            try:
+                batch = decode(self._store.read(name), self._digest)
+            except (ValueError, pa.ArrowException, OSError) as error:
+                raise StorageError(
+                    f"{self._store.path(name)}: this piece was whole when it was written and is not now: {error}. Run "
+                    "again: what it held is computed anew"
+                ) from error
+            files, rows, finished = _columns(batch)
+            own = finished & (files == shard.file) & (rows >= shard.first_row) & (rows < stop)
+            for entry in _entries(batch.filter(pa.array(own))):
+                if entry.finished is not None:
+                    found[entry.key[1:]] = entry.finished
         return found
 
     # writing
@@ -231,16 +338,33 @@ class Pieces:
         self._pending[key] = completion
         self.pending_bytes += _ROW_BYTES + completion.token_ids.nbytes
 
-    def checkpoint(self, in_flight: Iterable[InFlight]) -> bool:
-        """Write what is new since the last checkpoint; False where nothing is."""
-        entries = [_Entry(key, 0, done.token_ids, done) for key, done in self._pending.items()]
-        entries += [entry for one in in_flight if (entry := self._delta(one)) is not None]
+    def checkpoint(
+        self, in_flight: Iterable[InFlight], notes: Callable[[bool], bytes] = lambda _: b"", *, last: bool = False
+    ) -> bool:
+        """Write what is new since the last checkpoint; False where nothing is. `last`: only what has to be saved.
+
+        `notes(False)` are those since the last call, `notes(True)` all of them.
+        """
+        flying = {(one.key.file, one.key.row, one.sample): one for one in in_flight}
+        entries = [_Entry(key, 0, 0, done.token_ids, done) for key, done in self._pending.items()]
+        entries += [entry for one in flying.values() if (entry := self._delta(one)) is not None]
+        merged: list[str] = []
+        if entries and not last:  # what is merged rides in a piece that is written anyway
+            merged, entries = self._merge(entries, flying)
         for group in _groups(entries):
             self._number += 1  # a name is used once: after a failure nobody knows whether it was written
-            name = piece_name(self._slot, self._epoch, self._number)
-            if not put_new(self._store, name, encode(group, self._digest)):
+            name = piece_name(self._slot, self._epoch, self._number, self._attempt)
+            everything = len(self._noted) >= _MANY_NOTES
+            note = notes(everything)
+            if not put_new(self._store, name, encode(group, self._digest, note)):
                 raise StorageError(f"{self._store.path(name)}: another writer made this piece; a slot has one writer")
             self._acknowledged(name, group)
+            if note:
+                self._noted = {name} if everything else {*self._noted, name}
+        for name in merged:  # only now: dying before this leaves their rows twice, which is harmless
+            self._held[name] = _Held(0, {}, {})
+        if not last:
+            self.sweep()
         return bool(entries)
 
     def _delta(self, one: InFlight) -> _Entry | None:
@@ -248,59 +372,109 @@ class Pieces:
         stored = self._stored.get(key, _Stored(0, 0))
         if key in self._pending or len(token_ids) <= stored.length:
             return None
-        start = stored.length
-        if _check(token_ids[:start]) != stored.check:  # the sample was begun anew: what is stored is not its past
-            start = 0
-        return _Entry(key, start, token_ids[start:], None, len(token_ids), _check(token_ids))
+        if _check(token_ids[: stored.length]) != stored.check:  # it was begun anew: what is stored is not its past
+            stored = _Stored(0, 0)
+        return _Entry(key, stored.length, stored.check, token_ids[stored.length :])
+
+    def _merge(self, entries: list[_Entry], flying: Mapping[_Key, InFlight]) -> tuple[list[str], list[_Entry]]:
+        """Where one slow row keeps many pieces alive: what counts in some of them moves into the piece being written.
+
+        Returns the pieces that are not needed after it, and all of its entries.
+        """
+        needed = {name for names in self._needed.values() for name in names}
+        worth = {
+            name for name, held in self._held.items() if held.rows and held.is_worth_merging and self._is_own(name)
+        }
+        names = sorted(worth - self._stuck)
+        if len(names) <= MANY_PIECES:
+            return [], entries
+        names = [name for name in names[:_MERGED_AT_ONCE] if name not in needed]
+        moved: dict[_Key, _Entry] = {}
+        merged = []
+        with ThreadPoolExecutor(8) as pool:
+            for name, batch in zip(names, pool.map(self._read, names), strict=True):
+                kept = None if batch is None else self._kept(name, batch, flying)
+                if kept is None:
+                    self._stuck.add(name)
+                else:
+                    merged.append(name)
+                    moved |= kept
+        return merged, [entry for entry in entries if entry.key not in moved] + list(moved.values())
+
+    def _kept(self, name: str, batch: pa.RecordBatch, flying: Mapping[_Key, InFlight]) -> dict[_Key, _Entry] | None:
+        """The entries to write for what a piece holds; None where something of it can only be had from the piece."""
+        kept: dict[_Key, _Entry] = {}
+        files, rows, _ = _columns(batch)
+        is_open = np.zeros(len(rows), np.bool_)
+        for file, left in self._held[name].rows.items():
+            is_open |= (files == file) & np.isin(rows, left)
+        for entry in _entries(batch.filter(pa.array(is_open))):
+            key = entry.key
+            if key in self._pending or (key in self._saved) != (entry.finished is not None):
+                continue  # is being written, has ended since, or was overruled by a later start
+            if entry.finished is not None:
+                kept[key] = entry
+                continue
+            one = flying.get(key) or self.restored.get(key)
+            if not isinstance(one, InFlight) or len(one.token_ids) < self._stored.get(key, _Stored(0, 0)).length:
+                return None
+            kept[key] = _Entry(key, 0, 0, one.token_ids)
+        return kept
 
     def _acknowledged(self, name: str, group: list[_Entry]) -> None:
         for entry in group:
             if entry.finished is None:
-                self._stored[entry.key] = _Stored(entry.total, entry.check)
+                total, check = entry.start + len(entry.token_ids), _check(entry.token_ids, entry.check)
+                self._stored[entry.key] = _Stored(total, check)
             else:
-                del self._pending[entry.key]
+                self._pending.pop(entry.key, None)
                 self._stored.pop(entry.key, None)
+                self._foreign.discard(entry.key)
+                self._saved.add(entry.key)
         self._count_pending()
         keys = np.array([entry.key[:2] for entry in group], np.int64)  # (num_entries, 2)
-        self._rows[name] = {int(file): np.unique(keys[keys[:, 0] == file, 1]) for file in np.unique(keys[:, 0])}
+        finished = np.array([entry.finished is not None for entry in group], np.bool_)
+        self._held[name] = _held(keys[:, 0], keys[:, 1], finished, len(group))
 
     def committed(self, shard: ShardRange) -> None:
-        """The rows of `shard` are in a part: forget them, and delete the pieces that hold nothing else."""
+        """The rows of `shard` are in a part: forget them. Pieces that hold nothing else go with the next `sweep`."""
         stop = shard.first_row + shard.num_rows
-        for table in (self._pending, self._stored, self.restored):
+        tables = (self._pending, self._stored, self.restored, self._saved, self._foreign)
+        for table in tables:
             for key in [key for key in table if key[0] == shard.file and shard.first_row <= key[1] < stop]:
-                del table[key]
+                table.pop(key) if isinstance(table, dict) else table.discard(key)
         self._count_pending()
-        for files in self._rows.values():
-            rows = files.get(shard.file)
-            if rows is not None:
-                files[shard.file] = rows[(rows < shard.first_row) | (rows >= stop)]
-                if not len(files[shard.file]):
-                    del files[shard.file]
-        self._sweep()
+        self._needed.pop((shard.file, shard.shard), None)
+        for held in self._held.values():
+            held.drop(shard)
 
     def _count_pending(self) -> None:
         self.pending_bytes = sum(_ROW_BYTES + one.token_ids.nbytes for one in self._pending.values())
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
         """Delete pieces without open rows. One that cannot be deleted now is tried again later: it does no harm."""
-        for name in [name for name, files in self._rows.items() if not files]:
+        for name in [name for name, held in self._held.items() if not held.rows and name not in self._noted]:
             self._delete(name)
 
+    def forget_notes(self) -> None:
+        """They are written down elsewhere."""
+        self._noted.clear()
+
     def clear(self) -> None:
-        """Every row is in a part: delete all pieces of the slot, the damaged ones too."""
-        try:
-            for name in self._store.list(piece_folder(self._slot)):
-                self._delete(name)
-        except StorageError as error:
-            logger.warning("pieces stay behind: %s", error)
+        """Every row is in a part: delete this start's pieces and those it found, the damaged ones too, and no others:
+        an extension of the run may be at work already."""
+        for name in {*self._held, *self._found}:
+            self._delete(name)
 
     def _delete(self, name: str) -> None:
         try:
             self._store.delete(name)
-            self._rows.pop(name, None)
-        except StorageError as error:
+            self._held.pop(name, None)
+        except (StorageError, PermissionDenied) as error:
             logger.warning("a piece stays behind: %s", error)
+
+    def _is_own(self, name: str) -> bool:
+        return name.startswith(piece_folder(self._slot))
 
 
 def _groups(entries: list[_Entry]) -> Iterator[list[_Entry]]:
@@ -322,24 +496,25 @@ def _bounds(shards: Iterable[ShardRange]) -> npt.NDArray[np.int64]:
     return np.array(sorted((s.first_row, s.first_row + s.num_rows) for s in shards), np.int64).reshape(-1, 2)
 
 
-def _within(batch: pa.RecordBatch, bounds: Mapping[int, npt.NDArray[np.int64]]) -> npt.NDArray[np.bool_]:
-    """Which rows of a piece lie within the shards of these bounds."""
-    files, rows = batch.column("file").to_numpy(), batch.column("row").to_numpy()
-    is_within = np.zeros(len(rows), np.bool_)
+def _columns(batch: pa.RecordBatch) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """File, row, and whether it has ended, of every entry of a piece."""
+    finished = batch.column("finish_reason").is_valid().to_numpy(zero_copy_only=False)
+    return batch.column("file").to_numpy().astype(np.int64), batch.column("row").to_numpy(), finished
+
+
+def _within(rows: Mapping[int, _Rows], shard: ShardRange) -> bool:
+    own = rows.get(shard.file)
+    return own is not None and bool(np.any((own >= shard.first_row) & (own < shard.first_row + shard.num_rows)))
+
+
+def _open_rows(batch: pa.RecordBatch, bounds: Mapping[int, npt.NDArray[np.int64]]) -> pa.RecordBatch:
+    """A piece reduced to the rows that are in no part yet."""
+    files, rows, _ = _columns(batch)
+    is_open = np.ones(len(rows), np.bool_)
     for file in np.unique(files).tolist():
-        shards = bounds.get(file)
-        if shards is not None and len(shards):
+        committed = bounds.get(file)
+        if committed is not None and len(committed):
             own = files == file
-            at = np.searchsorted(shards[:, 0], rows[own], side="right") - 1
-            is_within[own] = (at >= 0) & (rows[own] < shards[at, 1])
-    return is_within
-
-
-def _open_rows(
-    batch: pa.RecordBatch, bounds: Mapping[int, npt.NDArray[np.int64]]
-) -> tuple[dict[int, npt.NDArray[np.int64]], pa.RecordBatch]:
-    """The rows of a piece that are in no part yet: their numbers by file, and the piece reduced to them."""
-    is_open = ~_within(batch, bounds)
-    left = batch if is_open.all() else batch.filter(pa.array(is_open))
-    files, rows = left.column("file").to_numpy(), left.column("row").to_numpy()
-    return {file: np.unique(rows[files == file]) for file in np.unique(files).tolist()}, left
+            at = np.searchsorted(committed[:, 0], rows[own], side="right") - 1
+            is_open[own] = (at < 0) | (rows[own] >= committed[at, 1])
+    return batch if is_open.all() else batch.filter(pa.array(is_open))

@@ -20,7 +20,11 @@ logger = logging.getLogger(__name__)
 FORMAT_VERSION = 1
 STATE = "_batchgen/"
 JOB = "_batchgen/job.json"
-INPUTS = "_batchgen/inputs/000001.json"
+INPUT_LISTS = "_batchgen/inputs/"
+INPUTS = f"{INPUT_LISTS}000001.json"
+EPOCHS = "_batchgen/epoch/"
+LEASES = "_batchgen/lease/"
+PIECES = "_batchgen/pieces/"
 PROOFS = "_batchgen/proofs/"
 INDEX = "_batchgen/index/"
 TRIAL = "_batchgen/trial/"
@@ -47,12 +51,18 @@ def index_name(file: int) -> str:
     return f"{INDEX}{file:05d}.json"
 
 
-def proof_name(part: str) -> str:
-    return f"{PROOFS}{part}.json"
+def inputs_name(number: int) -> str:
+    """The list of input files of the first start (number 1), or of what an extension added."""
+    return f"{INPUT_LISTS}{number:06d}.json"
+
+
+def proofs_name(sequence: int, slot: int, epoch: int) -> str:
+    """Names sort in the order in which their writers saw each other, so that a later record corrects an earlier one."""
+    return f"{PROOFS}{sequence:06d}-{slot}-{epoch:06d}.json"
 
 
 def epoch_folder(slot: int) -> str:
-    return f"_batchgen/epoch/{slot}/"
+    return f"{EPOCHS}{slot}/"
 
 
 def epoch_name(slot: int, epoch: int) -> str:
@@ -60,15 +70,16 @@ def epoch_name(slot: int, epoch: int) -> str:
 
 
 def lease_name(slot: int) -> str:
-    return f"_batchgen/lease/{slot}.json"
+    return f"{LEASES}{slot}.json"
 
 
 def piece_folder(slot: int) -> str:
-    return f"_batchgen/pieces/{slot}/"
+    return f"{PIECES}{slot}/"
 
 
-def piece_name(slot: int, epoch: int, number: int) -> str:
-    return f"{piece_folder(slot)}{epoch:06d}-{number:06d}.arrow"
+def piece_name(slot: int, epoch: int, number: int, attempt: str) -> str:
+    """`attempt` keeps a start whose run was deleted, and begun anew by another, away from that one's pieces."""
+    return f"{piece_folder(slot)}{epoch:06d}-{number:06d}-{attempt[:8]}.arrow"
 
 
 # -- records -----------------------------------------------------------------------------------------------------------
@@ -88,12 +99,36 @@ def decode(data: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-# What a record must hold to be one; by its name, or its folder.
+_WORKER: dict[str, type] = {
+    "epoch": int,
+    "attempt": str,
+    "host": str,
+    "pid": int,
+    "process_started": float,
+    "machine": str,
+    "time": str,
+    "monotonic": float,
+}
+
+# What a record must hold to be one; by its name, or a folder above it.
 NEEDS: dict[str, dict[str, type]] = {
     JOB: {"format_version": int, "created": str, "spec": dict, "fingerprint": dict, "shape": dict, "digest": str},
-    INPUTS: {"files": list},
-    INDEX: {"file": int, "rows": int, "shards": list},
-    SUCCESS: {"digest": str, "name": str, "started": str, "finished": str, "counters": dict, "parts": list},
+    INPUT_LISTS: {"files": list},
+    EPOCHS: _WORKER,
+    LEASES: {**_WORKER, "counter": int, "released": bool},
+    INDEX: {"digest": str, "file": int, "rows": int, "shards": list},
+    PROOFS: {"digest": str, "proofs": list, "void": list},
+    SUCCESS: {
+        "digest": str,
+        "name": str,
+        "started": str,
+        "finished": str,
+        "epoch": int,
+        "files": int,
+        "lists": int,
+        "counters": dict,
+        "parts": list,
+    },
 }
 
 
@@ -101,7 +136,7 @@ def _is_whole(name: str, record: dict[str, Any]) -> bool:
     version = record.get("format_version")
     if isinstance(version, int) and version > FORMAT_VERSION:
         return True  # of a later release, which says itself what it needs
-    needs = NEEDS.get(name) or NEEDS.get(name[: name.rfind("/") + 1], {})
+    needs = next((needs for place, needs in NEEDS.items() if name == place or name.startswith(place)), {})
     return all(isinstance(record.get(key), kind) for key, kind in needs.items())
 
 
@@ -201,7 +236,7 @@ class Counters:
 class PartProof:
     """What a part says of itself: the run and start that made it, its rows, what they hold, a checksum of its data.
 
-    A Parquet part carries it in its footer, a JSONL part in a record beside it.
+    A Parquet part carries it in its footer, a JSONL part in a record of many proofs.
     """
 
     fingerprint: str

@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from batchgen.errors import StorageError
+from batchgen.errors import Interrupted, StorageError
 from batchgen.io.sinks import ShardResults, build_part, result_schema
 from batchgen.io.stores import Store
-from batchgen.ledger import Ledger, read_success
+from batchgen.ledger import Ledger, Written, read_success
 from batchgen.runfolder import SUCCESS, parse_part
 from batchgen.types import Completion, InFlight, RowError, RowKey, ShardRange
 
 FILES = ((3, 2), (2,), ())  # rows of each shard of each input file
+MORE_FILES = (*FILES, (2, 2))  # once the run was extended
 SAMPLES = 2
 FAILED_ROW = RowKey(0, 3)  # a row that fails when it is read
 PACE = 4
@@ -30,7 +31,7 @@ Sample = tuple[RowKey, int]
 
 def shards(file: int) -> list[ShardRange]:
     first, found = 0, []
-    for shard, rows in enumerate(FILES[file]):
+    for shard, rows in enumerate(MORE_FILES[file]):
         found.append(ShardRange(file, shard, first, rows, first * 10, (first + rows) * 10))
         first += rows
     return found
@@ -40,13 +41,32 @@ def length(key: RowKey, sample: int) -> int:
     return 2 + (7 * key.row + 3 * key.file + 5 * sample) % 9
 
 
+def inputs(count: int = len(FILES)) -> list[dict[str, Any]]:
+    return [{"path": f"in/{i}.jsonl", "size": 10, "mtime": 1.0, "etag": None} for i in range(count)]
+
+
+def counters(count: int = len(FILES)) -> dict[str, Any]:
+    """What a run over this many files counts in the end, however often it was interrupted."""
+    keys = [RowKey(file, row) for file in range(count) for row in range(sum(MORE_FILES[file]))]
+    tokens = sum(length(key, sample) for key in keys for sample in range(SAMPLES) if key != FAILED_ROW)
+    return {
+        "rows": len(keys),
+        "rows_failed": 1,
+        "results": len(keys) * SAMPLES,
+        "truncated": sum(key.row % 2 for key in keys),
+        "prompt_tokens": sum(key.row + 1 for key in keys if key != FAILED_ROW),
+        "output_tokens": tokens,
+        "failed": {"invalid_row": SAMPLES},
+        "finish_reasons": {"error": SAMPLES, "stop": (len(keys) - 1) * SAMPLES},
+    }
+
+
 def arguments(part_format: str = "parquet", **changed: Any) -> dict[str, Any]:
     """What `Ledger.open` is called with."""
-    files = [{"path": f"in/{i}.jsonl", "size": 10, "mtime": 1.0, "etag": None} for i in range(len(FILES))]
     return {
         "spec": {"name": "scripted", "output": {"format": part_format}},
         "fingerprint": {"sampling": {"temperature": 0.0, "seed": 0}, "prompt": {"messages": [{"content": "a"}]}},
-        "inputs": files,
+        "inputs": inputs(),
         "shape": {"format": part_format, "shard_rows": 4},
         "must_be_new": False,
         "info": {"version": "0.1.0", "device": "cpu"},
@@ -60,6 +80,7 @@ class Witness:
 
     def __init__(self, part_format: str = "parquet") -> None:
         self.format = part_format
+        self.num_files = len(FILES)
         self.saved: dict[Sample, tuple[bool, list[int]]] = {}  # (finished, token ids), as of the last checkpoint
         self.parts: dict[str, bytes] = {}
 
@@ -79,7 +100,7 @@ class Witness:
         """Whatever happened: parts do not change, and a run that says it is complete is."""
         there = {name: store.read(name) for name in store.list() if parse_part(name, self.format)}
         for name, data in self.parts.items():
-            assert there[name] == data, f"{name} changed"
+            assert there.get(name) == data, f"{name} changed"
         self.parts |= there
         if store.exists(SUCCESS):
             self.complete(store)
@@ -88,8 +109,8 @@ class Witness:
         """Every row once, in order, and with the tokens that were saved at any time."""
         expected = [
             (RowKey(file, row), sample)
-            for file in range(len(FILES))
-            for row in range(sum(FILES[file]))
+            for file in range(self.num_files)
+            for row in range(sum(MORE_FILES[file]))
             for sample in range(SAMPLES)
         ]
         rows = [row for name in store.list() if parse_part(name, self.format) for row in self.rows(store.read(name))]
@@ -103,9 +124,7 @@ class Witness:
             assert tokens[: len(saved)] == saved, f"{key}: {saved} was saved, {tokens} was written"
             assert [token % 1000 for token in tokens] == list(range(len(tokens)))
         success = read_success(store)
-        assert success is not None and success["counters"]["results"] == len(expected)
-        assert success["counters"]["failed"] == {"invalid_row": SAMPLES}
-        assert success["counters"]["output_tokens"] == sum(len(row["token_ids"]) for row in rows)
+        assert success is not None and success["counters"] == counters(self.num_files)
         assert sum(part["rows"] for part in success["parts"]) * SAMPLES == len(expected)
         assert all(part["bytes"] == store.size(part["name"]) for part in success["parts"])
 
@@ -116,7 +135,10 @@ class Witness:
 
 
 class Job:
-    """One start. Every token carries the epoch that made it, so that a text stitched wrongly shows."""
+    """One start. Every token carries slot and epoch that made it, so that a text stitched wrongly shows.
+
+    As the real job does, it keeps only samples in memory that are in no piece.
+    """
 
     def __init__(self, store: Store, witness: Witness, think: Callable[[], None] = lambda: None) -> None:
         self.store, self.witness, self.think = store, witness, think
@@ -125,17 +147,18 @@ class Job:
         self.zombie = False  # another start has taken over: nothing is promised to this one any more
 
     def run(self, **changed: Any) -> dict[str, Any]:
-        ledger = self.again(lambda: Ledger.open(self.store, **arguments(self.witness.format, **changed)))
-        self.ledger = ledger
+        given = arguments(self.witness.format, **changed)
+        ledger = self.again(lambda: Ledger.open(self.store, **given))
+        self.ledger, self.maker = ledger, given.get("slot", 0) * 100 + ledger.epoch
         waiting = []
-        for file in range(len(FILES)):
+        for file in range(len(given["inputs"])):
             done = ledger.done.get(file, {})
             waiting += [(shard, False) for shard in shards(file) if shard.shard not in done]
             if not waiting or waiting[-1][0].file != file:
                 self.again(lambda file=file: ledger.commit_index(file, shards(file)))
             else:
                 waiting[-1] = (waiting[-1][0], True)
-        self.results: dict[Sample, Completion] = {}
+        self.results: dict[Sample, Completion | None] = {}  # None: in a piece
         self.flying: dict[Sample, list[int]] = {}
         fresh: list[Completion] = []
         is_open: list[ShardRange] = []
@@ -152,9 +175,16 @@ class Job:
             if not self.zombie:
                 self.witness.checkpointed(fresh, in_flight)
             fresh.clear()
+            for sample in self.results:
+                if ledger.is_saved(*sample):
+                    self.results[sample] = None
             for shard in [shard for shard in is_open if self.is_complete(shard)]:
                 is_open.remove(shard)
-                self.commit(shard)
+                names = ledger.pieces_of(shard)
+                done = {sample: self.results.pop(sample) for sample in self.samples(shard)}
+                ledger.acknowledge(
+                    self.again(lambda shard=shard, done=done, names=names: self.write(shard, done, names))
+                )
             self.again(ledger.heartbeat)
             self.think()
         summary = self.again(lambda: ledger.finish({"seconds": 1.5}))
@@ -178,7 +208,7 @@ class Job:
         for (key, sample), ids in list(self.flying.items()):
             end = min(len(ids) + PACE, length(key, sample))
             self.computed += end - len(ids)
-            ids += [self.ledger.epoch * 1000 + i for i in range(len(ids), end)]
+            ids += [self.maker * 1000 + i for i in range(len(ids), end)]
             if end == length(key, sample):
                 del self.flying[key, sample]
                 stop = (None, "END", 7)[key.row % 3]
@@ -197,15 +227,22 @@ class Job:
     def is_complete(self, shard: ShardRange) -> bool:
         return all(sample in self.results for sample in self.samples(shard))
 
-    def commit(self, shard: ShardRange) -> None:
-        done = [self.results.pop(sample) for sample in self.samples(shard)]
+    def write(self, shard: ShardRange, memory: dict[Sample, Completion | None], names: list[str]) -> Written:
+        try:
+            saved = self.ledger.read_back(shard, names)
+        except StorageError:
+            standing = self.ledger.standing(shard)
+            if standing is None:
+                raise
+            return standing
+        done = [one or saved[key.row, sample] for (key, sample), one in memory.items()]
         texts = [f"text {one.key.row}" for one in done]
         rows = np.arange(shard.first_row, shard.first_row + shard.num_rows)
-        results = ShardResults(shard, rows, np.full(len(rows), SAMPLES), [], done, texts, np.zeros(len(rows), np.bool_))
+        results = ShardResults(shard, rows, np.full(len(rows), SAMPLES), [], done, texts, rows % 2 == 1)
         counters = results.counters()
         metadata = self.ledger.part_metadata(shard, counters)
         data = build_part(self.witness.format, self.schema, results, metadata)
-        self.again(lambda: self.ledger.commit_part(shard, data, counters))
+        return self.ledger.write_part(shard, data, counters)
 
     @staticmethod
     def again(operation: Callable[[], Any]) -> Any:
@@ -219,10 +256,19 @@ class Job:
 
 
 def main() -> None:
-    """A process to be killed: says that it runs, then works through the job at `argv[2]` seconds a step."""
-    store, part_format, pause = Store(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+    """A process to be killed: folder, format, seconds a step, slot, after how many seconds others are dead.
+
+    Says that it runs, then works through the job, and says how that ended.
+    """
+    store, part_format, pause, slot, dead_after = Store(sys.argv[1]), sys.argv[2], *map(float, sys.argv[3:6])
     print("ready", flush=True)
-    Job(store, Witness(part_format), lambda: time.sleep(pause)).run()
+    job = Job(store, Witness(part_format), lambda: (print("step", flush=True), time.sleep(pause))[1])
+    job.zombie = True  # its witness saw no other start
+    try:
+        job.run(slot=int(slot), dead_after=dead_after)
+    except Interrupted as error:
+        print(error.reason, error, flush=True)
+        sys.exit(75)
     print("done", flush=True)
 
 

@@ -16,16 +16,17 @@ import fsspec
 import numpy as np
 import pytest
 import scripted_job
+from faulty import FAULTS, Died, FaultyStore, fails_after, fails_before, goes_away
 from scripted_job import Job, Witness, arguments, shards
 
 from batchgen import lease as leases
-from batchgen import pieces
+from batchgen import parts
 from batchgen.errors import ConfigError, Interrupted, StorageError
 from batchgen.io.sinks import ShardResults, build_part, result_schema
 from batchgen.io.stores import Store
 from batchgen.ledger import Ledger, check_same, overwrite, peek, read_job, read_success
-from batchgen.runfolder import INPUTS, JOB, SUCCESS, encode, lease_name, part_name, piece_folder, proof_name, put_new
-from batchgen.types import Completion, InFlight, RowError, RowKey
+from batchgen.runfolder import INPUTS, JOB, PROOFS, SUCCESS, encode, lease_name, part_name, piece_folder, put_new
+from batchgen.types import Completion, InFlight, RowKey, ShardRange
 
 ROOT = Path(__file__).parent.parent
 
@@ -44,76 +45,6 @@ def fresh_memory():
 @pytest.fixture(autouse=True)
 def every_heartbeat(monkeypatch):
     monkeypatch.setattr(leases, "HEARTBEAT_SECONDS", 0.0)
-
-
-class Died(BaseException):
-    """The process's death, for a test that stays in one process."""
-
-
-class FaultyStore(Store):
-    """A Store whose `at`-th operation of the kinds in `kinds` meets `fault`, which is given the operation."""
-
-    def __init__(self, url, at, fault, kinds):
-        super().__init__(url)
-        self.at, self.fault, self.kinds, self.count = at, fault, kinds, 0
-        self.job = None
-
-    def _meet(self, kind, operation):
-        if kind not in self.kinds:
-            return operation()
-        self.count += 1
-        return self.fault(self, operation) if self.count == self.at else operation()
-
-    def create(self, name, data):
-        return self._meet("write", lambda: super(FaultyStore, self).create(name, data))
-
-    def replace(self, name, data):
-        return self._meet("write", lambda: super(FaultyStore, self).replace(name, data))
-
-    def delete(self, name):
-        return self._meet("write", lambda: super(FaultyStore, self).delete(name))
-
-    def read(self, name):
-        return self._meet("read", lambda: super(FaultyStore, self).read(name))
-
-    def open(self, name):
-        return self._meet("read", lambda: super(FaultyStore, self).open(name))
-
-    def list(self, prefix="", *, recursive=True):
-        return self._meet("read", lambda: super(FaultyStore, self).list(prefix, recursive=recursive))
-
-
-def dies_before(store, operation):
-    raise Died
-
-
-def dies_after(store, operation):
-    operation()
-    raise Died
-
-
-def fails_before(store, operation):
-    raise StorageError("the store is away")
-
-
-def fails_after(store, operation):
-    operation()
-    raise StorageError("timeout: nobody knows whether it was done")
-
-
-def goes_away(store, operation):
-    store.at += 1  # and the next one fails too
-    raise StorageError("the store is away for good")
-
-
-FAULTS = {
-    "dies before a write": (dies_before, ("write",)),
-    "dies after a write": (dies_after, ("write",)),
-    "write fails": (fails_before, ("write",)),
-    "write is done but not acknowledged": (fails_after, ("write",)),
-    "read fails": (fails_before, ("read",)),
-    "store goes away": (goes_away, ("write", "read")),
-}
 
 
 @pytest.mark.parametrize("part_format", ["parquet", "jsonl"])
@@ -151,46 +82,20 @@ def test_many_faults_one_after_another(memory, seed):
     witness.look(memory)
 
 
-@pytest.mark.parametrize("part_format", ["parquet", "jsonl"])
-def test_a_worker_that_stood_still_is_fenced_wherever_it_stopped(part_format):
-    """SIGSTOP at the n-th operation, a second worker runs the whole job, SIGCONT."""
-    fenced = 0
-    for at in range(1, 1000):
-        witness = Witness(part_format)
-
-        def stands_still(store, operation, witness=witness):
-            store.job.zombie = True
-            other = Store(store.url)
-            Job(other, witness).run()
-            witness.look(other)
-            return operation()
-
-        store = FaultyStore(fresh_memory().url, at, stands_still, ("write", "read"))
-        store.job = Job(store, witness)
-        try:
-            store.job.run()
-        except Interrupted as error:
-            assert error.reason == "fenced" and "taken over by process" in str(error)
-            fenced += 1
-        witness.look(Store(store.url))
-        assert peek(Store(store.url)).state == "finished"
-        if store.count < at:
-            assert fenced > 20
-            return
-
-
 def test_kill_minus_nine_again_and_again(tmp_path):
     part_format = "jsonl"  # the one with more places to be killed at
     witness, chance, starts = Witness(part_format), random.Random(0), 0
     store = Store(str(tmp_path / "run"))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    command = [sys.executable, scripted_job.__file__, store.url, part_format, "0.1"]
+    command = [sys.executable, scripted_job.__file__, store.url, part_format, "0.05", "0", "0"]
     while not store.exists(SUCCESS):
         starts += 1
-        assert starts < 40
+        assert starts < 100
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-            assert process.stdout is not None and process.stdout.readline() == "ready\n"
-            time.sleep(chance.uniform(0.02, 0.2))
+            assert process.stdout is not None
+            for _ in range(chance.randint(1, 3)):  # ready, then a line for each step
+                process.stdout.readline()
+            time.sleep(chance.uniform(0.0, 0.05))
             process.send_signal(signal.SIGKILL)
         witness.look(store)
     assert starts > 1
@@ -445,6 +350,16 @@ def test_a_lost_lease_is_written_again_by_its_owner_alone(memory):
     assert lease_of(memory)["epoch"] == 1
 
 
+def test_a_lost_lease_is_not_written_by_a_worker_that_was_superseded(memory):
+    first, second = start(memory), start(memory)
+    memory.delete(lease_name(0))
+    with pytest.raises(Interrupted, match="taken over"):
+        first.heartbeat()
+    assert not memory.exists(lease_name(0))
+    second.heartbeat()
+    assert lease_of(memory)["epoch"] == 2
+
+
 def test_two_starts_at_once_get_two_epochs(memory, monkeypatch):
     """Both see no worker; the name of the epoch decides."""
     real = leases.put_new
@@ -483,7 +398,7 @@ def test_heartbeats_are_rare(memory, monkeypatch):
     assert store.count == count
 
 
-# -- pieces ------------------------------------------------------------------------------------------------------------
+# -- parts and the end -------------------------------------------------------------------------------------------------
 
 
 def ids(*numbers):
@@ -492,106 +407,6 @@ def ids(*numbers):
 
 def flying(row, *numbers, sample=0):
     return InFlight(RowKey(0, row), sample, ids(*numbers))
-
-
-def done(row, *numbers, **other):
-    return Completion(RowKey(0, row), 0, ids(*numbers), "stop", other.get("stop"), 9, other.get("error"))
-
-
-def taken(store, row, sample=0):
-    """What a new start gets of this row."""
-    ledger = start(store)
-    got = ledger.take(RowKey(0, row), sample)
-    assert ledger.take(RowKey(0, row), sample) is None
-    ledger.close()
-    return None if got is None else (isinstance(got, Completion), got.token_ids.tolist())
-
-
-def test_finished_samples_come_back_whole(memory):
-    ledger = start(memory)
-    error = RowError("internal", "half a pair \ud83d")
-    saved = [done(0, 1, 2), done(1, 3, stop="END"), done(2, stop=np.int32(50)), done(3, error=error)]
-    for completion in saved:
-        ledger.record(completion)
-    assert ledger.pending_bytes > 0
-    assert ledger.checkpoint([]) and ledger.pending_bytes == 0 and not ledger.checkpoint([])
-    again = start(memory)
-    for completion in saved:
-        got = again.take(completion.key, 0)
-        assert isinstance(got, Completion) and got.token_ids.dtype == np.int32
-        assert got.token_ids.tolist() == completion.token_ids.tolist()
-        assert (got.key, got.sample, got.prompt_tokens) == (completion.key, 0, 9)
-        assert got.stop_reason == completion.stop_reason and type(got.stop_reason) in {type(None), str, int}
-    assert got.error == RowError("internal", "half a pair \\ud83d")
-
-
-def test_tokens_in_flight_are_stored_once_each_and_chained_over_starts(memory):
-    ledger = start(memory)
-    assert ledger.checkpoint([flying(0, 1, 2), flying(0, 7, sample=1), flying(1)])
-    assert not ledger.checkpoint([flying(0, 1, 2), flying(0, 7, sample=1)])
-    ledger.checkpoint([flying(0, 1, 2, 3)])
-    names = memory.list(piece_folder(0))
-    rows = [pieces.decode(memory.read(name), read_job(memory)["digest"]).to_pylist() for name in names]
-    assert [(row["start"], row["token_ids"]) for row in rows[0]] == [(0, [1, 2]), (0, [7])]
-    assert [(row["start"], row["token_ids"]) for row in rows[1]] == [(2, [3])]
-    again = start(memory)
-    again.checkpoint([flying(0, 1, 2, 3, 4)])
-    again.checkpoint([flying(0, 1, 2, 3, 4, 5)])
-    names = memory.list(piece_folder(0))
-    rows += [pieces.decode(memory.read(name), read_job(memory)["digest"]).to_pylist() for name in names[2:]]
-    assert [(row["start"], row["token_ids"]) for row in rows[2] + rows[3]] == [(3, [4]), (4, [5])]
-    assert taken(memory, 0) == (False, [1, 2, 3, 4, 5])
-    assert taken(memory, 0, sample=1) == (False, [7])
-    assert taken(memory, 1) is None
-
-
-def test_a_lost_piece_cuts_the_chain_and_mixes_nothing_up(memory, caplog):
-    ledger = start(memory)
-    for count in (2, 4, 6):
-        ledger.checkpoint([flying(0, *range(count))])
-    middle = memory.list(piece_folder(0))[1]
-    whole = memory.read(middle)
-    for damage in (b"", whole[:20], whole[:-1], whole[:100] + b"\xff" + whole[101:]):
-        memory.replace(middle, damage)
-        assert taken(memory, 0) == (False, [0, 1])
-        assert f"{middle} is left out" in caplog.text
-    again = start(memory)
-    again.take(RowKey(0, 0), 0)
-    again.checkpoint([flying(0, 0, 1, 90, 91, 92)])
-    memory.replace(middle, whole)  # readable again: the later start's chain counts
-    assert taken(memory, 0) == (False, [0, 1, 90, 91, 92])
-
-
-def test_a_sample_begun_anew_replaces_what_was_stored(memory):
-    ledger = start(memory)
-    ledger.checkpoint([flying(0, 1, 2, 3)])
-    ledger.checkpoint([flying(0, 9)])
-    assert taken(memory, 0) == (False, [1, 2, 3])
-    ledger = start(memory)
-    ledger.checkpoint([flying(0, 9, 8, 7, 6)])
-    assert taken(memory, 0) == (False, [9, 8, 7, 6])
-
-
-def test_pieces_of_another_run_are_left_alone(memory, caplog):
-    begun(memory)
-    name = f"{piece_folder(0)}000001-000001.arrow"
-    memory.create(name, pieces.encode([pieces._Entry((0, 0, 0), 0, ids(5), None)], "other digest"))
-    assert taken(memory, 0) is None
-    assert "belongs to another run" in caplog.text and memory.exists(name)
-
-
-def test_large_checkpoints_are_split(memory, monkeypatch):
-    monkeypatch.setattr(pieces, "MAX_PIECE_BYTES", 1000)
-    ledger = start(memory)
-    for row in range(40):
-        ledger.record(done(row, *range(10)))
-    ledger.record(done(40, *range(2000)))
-    ledger.checkpoint([flying(41, *range(10))])
-    names = memory.list(piece_folder(0))
-    assert len(names) == 5 + 1 + 1  # nine small rows a piece, the large one alone, the rest
-    counts = [pieces.decode(memory.read(name), read_job(memory)["digest"]).num_rows for name in names]
-    assert sum(counts) == 42 and max(counts) <= 1000 // 104 + 1
-    assert [taken(memory, row) for row in (0, 39, 41)] == [(True, [*range(10)])] * 2 + [(False, [*range(10)])]
 
 
 def commit(ledger, shard, part_format="parquet", text="t", results=None):
@@ -604,37 +419,6 @@ def commit(ledger, shard, part_format="parquet", text="t", results=None):
     metadata = ledger.part_metadata(shard, made.counters())
     data = build_part(part_format, schema, made, metadata)
     return ledger.commit_part(shard, data, made.counters())
-
-
-def test_a_piece_goes_when_all_its_rows_are_in_parts(memory):
-    first, second = shards(0)
-    ledger = start(memory)
-    ledger.record(done(0, 1))
-    ledger.checkpoint([flying(1, 1)])
-    ledger.record(done(1, 1, 2))
-    ledger.checkpoint([flying(4, 5)])
-    ledger.record(done(2, 3))  # in no piece yet when its part is committed
-    assert len(memory.list(piece_folder(0))) == 2
-    commit(ledger, first)
-    assert len(memory.list(piece_folder(0))) == 1 and ledger.pending_bytes == 0
-    assert not ledger.checkpoint([flying(4, 5)])
-    assert taken(memory, 1) is None and taken(memory, 4) == (False, [5])
-    ledger = start(memory)
-    commit(ledger, second)
-    assert memory.list(piece_folder(0)) == []
-
-
-def test_pieces_left_by_a_crash_after_a_commit_go_at_the_next_start(memory):
-    ledger = start(memory)
-    ledger.checkpoint([flying(1, 1)])
-    (name,) = memory.list(piece_folder(0))
-    piece = memory.read(name)
-    commit(ledger, shards(0)[0])
-    memory.create(name, piece)
-    assert taken(memory, 1) is None and not memory.exists(name)
-
-
-# -- parts and the end -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("part_format", ["parquet", "jsonl"])
@@ -688,27 +472,39 @@ def test_files_that_only_look_like_parts_are_not_parts(memory):
     assert start(memory).done == {}
 
 
-@pytest.mark.parametrize("proof", [None, b"{", b'{"size": 1}'])
-def test_a_jsonl_part_without_a_proof_is_done_and_counted_when_its_rows_are_known(memory, proof, caplog):
+def proofs_of(store):
+    """What the records say of JSONL parts, by the parts' places."""
+    return parts.read_recorded(store, read_job(store)["digest"]).proofs
+
+
+@pytest.mark.parametrize("proofs", [None, b"{", b'{"digest": "x"}', {"proofs": [{"size": 1}]}, {"digest": "other"}])
+def test_a_jsonl_part_without_a_proof_is_done_and_counted_when_its_rows_are_known(memory, proofs, caplog):
     shard = shards(0)[0]
     ledger = start(memory, part_format="jsonl")
-    commit(ledger, shard, "jsonl")
     ledger.checkpoint([flying(1, 1)])  # cannot be told from an open row until the part's rows are known
-    totals, name = ledger.totals(), proof_name(part_name(0, 0, "jsonl"))
-    whole = memory.read(name)
-    memory.delete(name)
-    if proof is not None:
-        memory.create(name, proof)
+    commit(ledger, shard, "jsonl")
+    totals = ledger.totals()
+    ledger.close()
+    (name,), whole = memory.list(PROOFS), proofs_of(memory)
+    if proofs is None:
+        memory.delete(name)
+    elif isinstance(proofs, bytes):
+        memory.replace(name, proofs)
+    else:
+        memory.replace(name, encode(json.loads(memory.read(name)) | proofs))
     again = start(memory, part_format="jsonl")
     assert again.done == {0: {0: None}} and again.totals().rows == 0
-    assert ("damaged" in caplog.text) == (proof is not None)
+    assert ("damaged" in caplog.text) == (proofs is not None and proofs != {"digest": "other"})
     assert peek(memory).shards_done == 1 and peek(memory).rows_done == 0
     again.commit_index(0, shards(0))
     assert again.done == {0: {0: shard}} and again.totals() == totals
-    assert json.loads(memory.read(name))["checksum"] == json.loads(whole)["checksum"]
+    again.checkpoint([])
     assert memory.list(piece_folder(0)) == []
-    memory.delete(name)  # with the index there, the next start knows the rows at once
-    assert start(memory, part_format="jsonl").done == {0: {0: shard}} and memory.exists(name)
+    again.close()
+    assert proofs_of(memory)[0, 0].checksum == whole[0, 0].checksum
+    for name in memory.list(PROOFS):
+        memory.delete(name)  # with the index there, the next start knows the rows at once
+    assert start(memory, part_format="jsonl").done == {0: {0: shard}}
 
 
 def test_a_file_that_changed_between_two_readings_is_refused(memory):
@@ -739,7 +535,7 @@ def test_no_success_before_everything_is_there(memory):
     with pytest.raises(StorageError, match=r"parts missing \['part-00001-00000"):
         ledger.finish({})
     memory.create(part, data)
-    memory.create(part_name(1, 1, "parquet"), data)
+    commit(ledger, ShardRange(1, 1, 2, 1, 20, 30))
     with pytest.raises(StorageError, match=r"parts that no input has \['part-00001-00001"):
         ledger.finish({})
     memory.delete(part_name(1, 1, "parquet"))

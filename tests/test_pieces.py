@@ -1,0 +1,326 @@
+"""Pieces: what a restart finds of samples that ended or were in flight, what is read back, and when a piece goes."""
+
+from __future__ import annotations
+
+import fsspec
+import numpy as np
+import pytest
+from faulty import Died, FaultyStore, dies_after
+from scripted_job import arguments, shards
+
+from batchgen import lease as leases
+from batchgen import pieces
+from batchgen.errors import Interrupted, StorageError
+from batchgen.io.sinks import ShardResults, build_part, result_schema
+from batchgen.io.stores import Store
+from batchgen.ledger import Ledger, read_job
+from batchgen.runfolder import piece_folder
+from batchgen.types import Completion, InFlight, RowError, RowKey, ShardRange
+
+
+@pytest.fixture
+def memory():
+    fsspec.filesystem("memory").store.clear()  # its listings pass over all that was ever written
+    return Store("memory://run")
+
+
+@pytest.fixture(autouse=True)
+def every_heartbeat(monkeypatch):
+    monkeypatch.setattr(leases, "HEARTBEAT_SECONDS", 0.0)
+
+
+def start(store, **changed):
+    return Ledger.open(store, **arguments(**changed))
+
+
+def ids(*numbers):
+    return np.array(numbers, np.int32)
+
+
+def flying(row, *numbers, sample=0):
+    return InFlight(RowKey(0, row), sample, ids(*numbers))
+
+
+def done(row, *numbers, **other):
+    return Completion(RowKey(0, row), 0, ids(*numbers), "stop", other.get("stop"), 9, other.get("error"))
+
+
+def taken(store, row, sample=0):
+    """What a new start gets of this row."""
+    ledger = start(store)
+    got = ledger.take(RowKey(0, row), sample)
+    assert ledger.take(RowKey(0, row), sample) is None
+    ledger.close()
+    return None if got is None else (isinstance(got, Completion), got.token_ids.tolist())
+
+
+def test_finished_samples_come_back_whole(memory):
+    ledger = start(memory)
+    error = RowError("internal", "half a pair \ud83d")
+    saved = [done(0, 1, 2), done(1, 3, stop="END"), done(2, stop=np.int32(50)), done(3, error=error)]
+    for completion in saved:
+        ledger.record(completion)
+    assert ledger.pending_bytes > 0
+    assert ledger.checkpoint([]) and ledger.pending_bytes == 0 and not ledger.checkpoint([])
+    again = start(memory)
+    for completion in saved:
+        got = again.take(completion.key, 0)
+        assert isinstance(got, Completion) and got.token_ids.dtype == np.int32
+        assert got.token_ids.tolist() == completion.token_ids.tolist()
+        assert (got.key, got.sample, got.prompt_tokens) == (completion.key, 0, 9)
+        assert got.stop_reason == completion.stop_reason and type(got.stop_reason) in {type(None), str, int}
+    assert got.error == RowError("internal", "half a pair \\ud83d")
+
+
+def test_tokens_in_flight_are_stored_once_each_and_chained_over_starts(memory):
+    ledger = start(memory)
+    assert ledger.checkpoint([flying(0, 1, 2), flying(0, 7, sample=1), flying(1)])
+    assert not ledger.checkpoint([flying(0, 1, 2), flying(0, 7, sample=1)])
+    ledger.checkpoint([flying(0, 1, 2, 3)])
+    names = memory.list(piece_folder(0))
+    rows = [pieces.decode(memory.read(name), read_job(memory)["digest"]).to_pylist() for name in names]
+    assert [(row["start"], row["token_ids"]) for row in rows[0]] == [(0, [1, 2]), (0, [7])]
+    assert [(row["start"], row["token_ids"]) for row in rows[1]] == [(2, [3])]
+    again = start(memory)
+    again.checkpoint([flying(0, 1, 2, 3, 4)])
+    again.checkpoint([flying(0, 1, 2, 3, 4, 5)])
+    names = memory.list(piece_folder(0))
+    rows += [pieces.decode(memory.read(name), read_job(memory)["digest"]).to_pylist() for name in names[2:]]
+    assert [(row["start"], row["token_ids"]) for row in rows[2] + rows[3]] == [(3, [4]), (4, [5])]
+    assert taken(memory, 0) == (False, [1, 2, 3, 4, 5])
+    assert taken(memory, 0, sample=1) == (False, [7])
+    assert taken(memory, 1) is None
+
+
+def test_a_lost_piece_cuts_the_chain_and_mixes_nothing_up(memory, caplog):
+    ledger = start(memory)
+    for count in (2, 4, 6):
+        ledger.checkpoint([flying(0, *range(count))])
+    middle = memory.list(piece_folder(0))[1]
+    whole = memory.read(middle)
+    for damage in (b"", whole[:20], whole[:-1], whole[:100] + b"\xff" + whole[101:]):
+        memory.replace(middle, damage)
+        assert taken(memory, 0) == (False, [0, 1])
+        assert f"{middle} is left out" in caplog.text
+    again = start(memory)
+    again.take(RowKey(0, 0), 0)
+    again.checkpoint([flying(0, 0, 1, 90, 91, 92)])
+    memory.replace(middle, whole)  # readable again: the later start's chain counts
+    assert taken(memory, 0) == (False, [0, 1, 90, 91, 92])
+
+
+def test_a_sample_begun_anew_replaces_what_was_stored(memory):
+    ledger = start(memory)
+    ledger.checkpoint([flying(0, 1, 2, 3)])
+    ledger.checkpoint([flying(0, 9)])
+    assert taken(memory, 0) == (False, [1, 2, 3])
+    ledger = start(memory)
+    ledger.checkpoint([flying(0, 9, 8, 7, 6)])
+    assert taken(memory, 0) == (False, [9, 8, 7, 6])
+
+
+def test_pieces_of_another_run_are_left_alone(memory, caplog):
+    start(memory).close()
+    name = f"{piece_folder(0)}000001-000001.arrow"
+    memory.create(name, pieces.encode([pieces._Entry((0, 0, 0), 0, 0, ids(5))], "other digest"))
+    assert taken(memory, 0) is None
+    assert "belongs to another run" in caplog.text and memory.exists(name)
+
+
+def test_large_checkpoints_are_split(memory, monkeypatch):
+    monkeypatch.setattr(pieces, "MAX_PIECE_BYTES", 1000)
+    ledger = start(memory)
+    for row in range(40):
+        ledger.record(done(row, *range(10)))
+    ledger.record(done(40, *range(2000)))
+    ledger.checkpoint([flying(41, *range(10))])
+    names = memory.list(piece_folder(0))
+    assert len(names) == 5 + 1 + 1  # nine small rows a piece, the large one alone, the rest
+    counts = [pieces.decode(memory.read(name), read_job(memory)["digest"]).num_rows for name in names]
+    assert sum(counts) == 42 and max(counts) <= 1000 // 104 + 1
+    assert [taken(memory, row) for row in (0, 39, 41)] == [(True, [*range(10)])] * 2 + [(False, [*range(10)])]
+
+
+def test_a_piece_goes_when_all_its_rows_are_in_parts(memory):
+    first, second = shards(0)
+    ledger = start(memory)
+    ledger.record(done(0, 1))
+    ledger.checkpoint([flying(1, 1)])
+    ledger.record(done(1, 1, 2))
+    ledger.checkpoint([flying(4, 5)])
+    ledger.record(done(2, 3))  # in no piece yet when its part is committed
+    assert len(memory.list(piece_folder(0))) == 2
+    ledger.commit_part(first, *part_of(ledger, first))
+    assert ledger.pending_bytes == 0 and not ledger.checkpoint([flying(4, 5)])
+    assert len(memory.list(piece_folder(0))) == 1
+    assert taken(memory, 1) is None and taken(memory, 4) == (False, [5])
+    ledger = start(memory)
+    ledger.commit_part(second, *part_of(ledger, second))
+    ledger.checkpoint([])
+    assert memory.list(piece_folder(0)) == []
+
+
+def test_pieces_left_by_a_crash_after_a_commit_go_at_the_next_start(memory):
+    ledger = start(memory)
+    ledger.checkpoint([flying(1, 1)])
+    (name,) = memory.list(piece_folder(0))
+    piece = memory.read(name)
+    ledger.commit_part(shards(0)[0], *part_of(ledger, shards(0)[0]))
+    memory.create(name, piece)
+    assert taken(memory, 1) is None and not memory.exists(name)
+
+
+# -- reading back ------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_saved_can_be_dropped_and_read_back(memory):
+    first, second = shards(0)
+    ledger = start(memory)
+    error = RowError("internal", "no")
+    ledger.record(done(0, 1, 2, stop="END"))
+    ledger.record(done(3, 9))  # of the second shard
+    assert not ledger.is_saved(RowKey(0, 0), 0)
+    ledger.checkpoint([flying(1, 5)])
+    assert ledger.is_saved(RowKey(0, 0), 0) and not ledger.is_saved(RowKey(0, 1), 0)
+    ledger.record(done(1, 5, 6))
+    ledger.checkpoint([flying(2, 7)])
+    ledger.record(done(2, error=error))  # in memory only
+    names = ledger.pieces_of(first)
+    assert names == memory.list(piece_folder(0))
+    back = ledger.read_back(first, names)
+    assert {key: one.token_ids.tolist() for key, one in back.items()} == {(0, 0): [1, 2], (1, 0): [5, 6]}
+    assert back[0, 0].stop_reason == "END" and back[0, 0].key == RowKey(0, 0)
+    assert set(ledger.read_back(second, ledger.pieces_of(second))) == {(3, 0)}
+    assert ledger.pieces_of(ShardRange(1, 0, 0, 2, 0, 0)) == []
+
+
+def test_what_an_earlier_start_saved_is_read_back_too(memory):
+    ledger = start(memory)
+    ledger.record(done(0, 1))
+    ledger.checkpoint([])
+    again = start(memory)
+    assert again.is_saved(RowKey(0, 0), 0) and again.take(RowKey(0, 0), 0) is not None
+    again.record(done(1, 2))
+    again.checkpoint([])
+    back = again.read_back(shards(0)[0], again.pieces_of(shards(0)[0]))
+    assert {key: one.token_ids.tolist() for key, one in back.items()} == {(0, 0): [1], (1, 0): [2]}
+
+
+@pytest.mark.parametrize("damage", [None, b"", b"torn"])
+def test_a_piece_that_went_bad_ends_the_start_and_the_next_one_computes_anew(memory, damage):
+    ledger = start(memory)
+    ledger.record(done(0, 1))
+    ledger.checkpoint([])
+    (name,) = names = ledger.pieces_of(shards(0)[0])
+    memory.delete(name) if damage is None else memory.replace(name, damage)
+    with pytest.raises(StorageError, match=name):
+        ledger.read_back(shards(0)[0], names)
+    again = start(memory)
+    assert again.take(RowKey(0, 0), 0) is None and not again.is_saved(RowKey(0, 0), 0)
+    with pytest.raises(Interrupted, match="taken over"):  # the first one learns why its piece may be gone
+        ledger.read_back(shards(0)[0], names)
+
+
+# -- merging -----------------------------------------------------------------------------------------------------------
+
+MANY_ROWS = ShardRange(0, 0, 0, 1000, 0, 0)
+
+
+def hours(ledger, first, last):
+    """One slow sample, and beside it a row an interval that ends."""
+    for row in range(first, last):
+        ledger.record(done(row, row, row))
+        ledger.checkpoint([flying(999, *range(row + 1))])
+
+
+def test_one_slow_row_does_not_keep_pieces_alive_for_ever(memory):
+    ledger = start(memory)
+    for number in range(300):
+        ledger.checkpoint([flying(999, *range(number + 1))])
+        assert len(memory.list(piece_folder(0))) <= pieces.MANY_PIECES + 1
+    assert taken(memory, 999) == (False, [*range(300)])
+
+
+def test_merging_keeps_everything_that_counts(memory):
+    ledger = start(memory)
+    hours(ledger, 0, 150)
+    assert len(memory.list(piece_folder(0))) <= pieces.MANY_PIECES + 1
+    back = ledger.read_back(MANY_ROWS, ledger.pieces_of(MANY_ROWS))
+    assert {row: one.token_ids.tolist() for (row, _), one in back.items()} == {row: [row] * 2 for row in range(150)}
+    again = start(memory)
+    assert again.saved == 151
+    hours(again, 150, 200)  # what it took over is merged too, taken or not
+    assert len(memory.list(piece_folder(0))) <= pieces.MANY_PIECES + 1
+    third = start(memory)
+    for row in range(200):
+        assert third.take(RowKey(0, row), 0).token_ids.tolist() == [row, row]
+    assert third.take(RowKey(0, 999), 0).token_ids.tolist() == [*range(200)]
+
+
+def test_pieces_being_read_back_are_not_merged(memory):
+    ledger = start(memory)
+    hours(ledger, 0, 20)
+    early = ShardRange(0, 0, 0, 10, 0, 0)
+    names = ledger.pieces_of(early)
+    hours(ledger, 20, 120)
+    assert set(names) <= set(memory.list(piece_folder(0)))
+    assert sorted(ledger.read_back(early, names)) == [(row, 0) for row in range(10)]
+    ledger.acknowledge(ledger.write_part(early, *part_of(ledger, early)))
+    hours(ledger, 120, 160)
+    assert not set(names) & set(memory.list(piece_folder(0)))
+
+
+def test_the_last_checkpoint_only_saves(memory):
+    ledger = start(store := FaultyStore(memory.url, 10**6, dies_after, ("read", "write")))
+    hours(ledger, 0, pieces.MANY_PIECES)
+    names, count = memory.list(piece_folder(0)), store.count
+    ledger.record(done(500, 1))
+    ledger.checkpoint([flying(999, *range(500))], last=True)
+    assert len(memory.list(piece_folder(0))) == len(names) + 1
+    assert store.count - count == 3  # who has the slot (two reads), the piece
+
+
+def test_a_death_anywhere_in_merging_loses_nothing(memory):
+    for at in range(1, 100):
+        fsspec.filesystem("memory").store.clear()
+        hours(start(memory), 0, pieces.MANY_PIECES)
+        ledger = start(store := FaultyStore(memory.url, 10**6, dies_after, ("write",)))
+        store.at = store.count + at
+        try:
+            hours(ledger, pieces.MANY_PIECES, pieces.MANY_PIECES + 3)
+        except Died:
+            died = True
+        else:
+            died = False
+        again = start(memory)
+        for row in range(pieces.MANY_PIECES):
+            assert again.take(RowKey(0, row), 0).token_ids.tolist() == [row, row]
+        got = again.take(RowKey(0, 999), 0).token_ids.tolist()
+        assert got == [*range(len(got))] and len(got) >= pieces.MANY_PIECES
+        if not died:
+            assert at > 16
+            return
+
+
+def test_pieces_full_of_rows_that_count_are_left_as_they_are(memory):
+    """Copying them again and again would be all that a checkpoint does."""
+    ledger = start(store := FaultyStore(memory.url, 10**6, dies_after, ("read",)))
+    for number in range(pieces.MANY_PIECES + 8):
+        for row in range(300):
+            ledger.record(done(number * 300 + row, 1))
+        ledger.checkpoint([])
+    assert len(memory.list(piece_folder(0))) == pieces.MANY_PIECES + 8
+    count = store.count
+    ledger.record(done(99_999, 1))
+    ledger.checkpoint([])
+    assert store.count - count == 2  # who has the slot
+
+
+def part_of(ledger, shard):
+    rows = range(shard.first_row, shard.first_row + shard.num_rows)
+    completions = [Completion(RowKey(shard.file, row), 0, ids(row), "stop", None, 2) for row in rows]
+    made = ShardResults(
+        shard, np.array(rows), np.ones(len(rows), int), [], completions, ["t"] * len(rows), np.zeros(len(rows), bool)
+    )
+    schema = result_schema(id_field=None, carried=[], token_ids=True)
+    return build_part("parquet", schema, made, ledger.part_metadata(shard, made.counters())), made.counters()
