@@ -9,12 +9,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import FrameType
 from typing import Any
 
+import pyarrow as pa
+
 from batchgen import __version__, ledger
-from batchgen.carry import input_fields
+from batchgen.carry import InputFields, input_fields
 from batchgen.errors import ConfigError, Interrupted, NoInputError, StorageError
 from batchgen.feeder import Feeder
 from batchgen.io import answers, sinks, sources
@@ -136,6 +138,17 @@ def fingerprint(spec: JobSpec, model: ModelLike | None = None) -> dict[str, Any]
     return sections
 
 
+def shape(spec: JobSpec) -> dict[str, Any]:
+    """What the first start of a run fixes."""
+    return {"format": spec.output.format, "shard_rows": spec.output.shard_rows}
+
+
+def result_schema(spec: JobSpec, fields: InputFields) -> pa.Schema:
+    """The columns of the job's result rows."""
+    schema = sinks.result_schema(id_field=fields.id, carried=fields.carried, token_ids=spec.output.token_ids)
+    return schema.with_metadata({answers.MODEL: spec.model.path}) if spec.output.format == "openai" else schema
+
+
 class _Start:
     """One start of a job: opens everything, loops until the last row or a reason to stop, and says how it went."""
 
@@ -174,7 +187,7 @@ class _Start:
             if self._options.must_be_new:
                 raise ConfigError(f"{store.url}: --must-be-new, but this folder holds a finished run")
             same_model = record is not None and record["spec"]["model"] == spec.to_json()["model"]
-            now = fingerprint(spec, None if same_model else self._model_opener(_pinned(spec, record)))
+            now = fingerprint(spec, None if same_model else self._model_opener(pinned(spec, record)))
             ledger.check_same(store, fingerprint=now, inputs=listed or None, prove=prove)
             there = set(store.list(recursive=False))
             if gone := [part["name"] for part in success["parts"] if part["name"] not in there]:
@@ -186,10 +199,8 @@ class _Start:
             return self._summary(success["counters"], status="done", complete=True, resumed=True)
         formats = [sources.detect(file, spec.input.format, spec.input.storage_options) for file in files]
         fields = input_fields(spec, files, formats)
-        schema = sinks.result_schema(id_field=fields.id, carried=fields.carried, token_ids=spec.output.token_ids)
-        if spec.output.format == "openai":
-            schema = schema.with_metadata({answers.MODEL: spec.model.path})
-        model = self._model_opener(_pinned(spec, record))
+        schema = result_schema(spec, fields)
+        model = self._model_opener(pinned(spec, record))
         _check_stop_ids(spec, model)
         if overwrite:  # the last moment: whatever is wrong with the job has been said
             ledger.overwrite(store)
@@ -201,7 +212,7 @@ class _Start:
                 fingerprint=fingerprint(spec, model),
                 inputs=listed,
                 prove=prove,
-                shape={"format": spec.output.format, "shard_rows": spec.output.shard_rows},
+                shape=shape(spec),
                 must_be_new=self._options.must_be_new,
                 info={"version": __version__, "device": model.device},
             )
@@ -292,6 +303,15 @@ class _Start:
         return summary
 
 
+def input_files(spec: JobSpec, store: Store) -> tuple[list[InputFile], Callable[[int], str]]:
+    """The job's input files, numbered as the run in the folder numbers them, and what proves the content of one."""
+    found = expand(spec.input.path, spec.input.storage_options, allow_empty=spec.input.allow_empty)
+    options = spec.input.storage_options
+    order = ledger.arrange(store, [asdict(file) for file in found], lambda i: sources.content_proof(found[i], options))
+    files = [replace(found[i], number=number) for number, i in enumerate(order)]
+    return files, lambda number: sources.content_proof(files[number], options)
+
+
 def _refuse_mixed_folders(spec: JobSpec, files: Sequence[InputFile], store: Store) -> None:
     """Results among the input would be input of the next start."""
     home = os.path.realpath(local_path(store.url) or store.url)
@@ -318,7 +338,7 @@ def _check_stop_ids(spec: JobSpec, model: ModelLike) -> None:
             raise ConfigError(f"sampling.stop_token_ids: {token_id}, but the model's ids are 0 to {size - 1}")
 
 
-def _pinned(spec: JobSpec, record: Mapping[str, Any] | None) -> JobSpec:
+def pinned(spec: JobSpec, record: Mapping[str, Any] | None) -> JobSpec:
     """With `dtype: auto`, the dtype of the first start: another machine would choose another, and other answers."""
     if record is None or spec.model.dtype != "auto":
         return spec

@@ -99,6 +99,8 @@ class Ledger:
     which change nothing in it.
     """
 
+    reads_back = True  # what is finished can be dropped from memory: `read_back` gives it
+
     def __init__(
         self,
         store: Store,
@@ -214,6 +216,11 @@ class Ledger:
     def shape(self) -> dict[str, Any]:
         """What the first start fixed."""
         return self._job.shape
+
+    @property
+    def digest(self) -> str:
+        """What parts of this run carry to tell it from others."""
+        return self._job.digest
 
     @property
     def epoch(self) -> int:

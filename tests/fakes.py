@@ -154,5 +154,8 @@ class FailingStore(Store):
     def replace_from(self, name: str, chunks: Iterable[bytes]) -> None:
         self._guard(lambda: super(FailingStore, self).replace_from(name, chunks))
 
+    def replace_if(self, name: str, data: bytes, version: str) -> bool:
+        return bool(self._guard(lambda: super(FailingStore, self).replace_if(name, data, version)))
+
     def delete(self, name: str) -> None:
         self._guard(lambda: super(FailingStore, self).delete(name))
