@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import io
+import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from click.testing import CliRunner
 from fakes import CHATML, Died, FailingStore, FakeEngine, FakeModel, byte_tokenizer
 from small_job import FlakyEngine, counters_of, inline, job_of, parts_of, rows_of, start, store_of
 
-from batchgen import job
+from batchgen import cli, job
 from batchgen import lease as leases
 from batchgen.errors import ConfigError, DataError, Interrupted, NoInputError, StorageError, UsageError
+from batchgen.feeder import Feeder
+from batchgen.feeder_child import _chosen
+from batchgen.io import sinks, sources
 from batchgen.io.stores import Store
 from batchgen.ledger import Ledger
 from batchgen.retry import retry
+from batchgen.types import ShardRange
 from batchgen.verify import verify
 
 __all__ = ["inline"]
@@ -89,6 +100,84 @@ def test_results_that_did_not_fail_stay_as_they_are(tmp_path, model_folder):
     after = b"".join(map(store.read, parts_of(store))).split(b"\n")
     assert [i for i, (old, new) in enumerate(zip(before, after, strict=True)) if old != new] == [7, 16, 17]
     assert verify(store).ok
+
+
+def test_a_parquet_part_keeps_its_schema_its_row_groups_and_every_other_value(tmp_path, model_folder, monkeypatch):
+    monkeypatch.setattr(sinks, "_BLOCK_BYTES", 600)  # several row groups
+    a_job = job_of(tmp_path, sampling__n=2, output__token_ids=True, output__shard_rows=11)
+    fails = {(3, 1), (4, 0), (4, 1), (9, 0)}
+    start(a_job, model_folder, FlakyEngine(fails))
+    store = store_of(a_job)
+    old = pq.ParquetFile(io.BytesIO(store.read(parts_of(store)[0])))
+    before, shape = rows_of(store), [old.metadata.row_group(i).num_rows for i in range(old.num_row_groups)]
+    assert len(shape) > 2
+    again(a_job, model_folder)
+    new = pq.ParquetFile(io.BytesIO(store.read(parts_of(store)[0])))
+    assert new.schema_arrow.remove_metadata().equals(old.schema_arrow.remove_metadata(), check_metadata=True)
+    assert [new.metadata.row_group(i).num_rows for i in range(new.num_row_groups)] == shape
+    failed = {(f"0:{row}", sample) for row, sample in fails}
+    for one, other in zip(before, rows_of(store), strict=True):
+        assert (one == other) == ((one["id"], one["sample"]) not in failed)
+    assert rows_of(store) == perfect(tmp_path, model_folder, sampling__n=2, output__token_ids=True)[0]
+
+
+def test_through_a_feeder_process_of_its_own(tmp_path, model_folder, monkeypatch):
+    monkeypatch.setattr("batchgen.retry.Feeder", Feeder)
+    a_job = job_of(tmp_path)
+    start(a_job, model_folder, FlakyEngine(FAILS))
+    engine = FlakyEngine()
+    assert again(a_job, model_folder, engine)["rows_failed"] == 0
+    assert engine.ran == {3, 4, 5, 6, 20} and verify(store_of(a_job)).ok
+
+
+def test_rows_are_counted_among_those_that_a_filter_leaves():
+    """Numbers have gaps there, places have none; a shard may come in several chunks."""
+
+    def chunk(shard: int, numbers: list[int], end: bool = False) -> sources.Chunk:
+        rows = [sources.Row(number, {"a": number}) for number in numbers]
+        place = ShardRange(0, shard, 10 * shard, 10, 0, 0) if end else None
+        return sources.Chunk(shard, rows, place, False, pa.record_batch({"a": pa.array(numbers, pa.int64())}))
+
+    chunks = [
+        chunk(0, [1, 4, 5]),
+        chunk(0, [7, 9], True),
+        chunk(1, [10], True),
+        chunk(2, [], True),
+        chunk(3, [31], True),
+    ]
+    wanted = {0: np.array([1, 3]), 3: np.array([0])}
+    found = list(_chosen(iter(chunks), wanted))
+    assert [[row.number for row in one.rows] for one in found] == [[4], [7], [], [], [31]]
+    assert [one.batch["a"].to_pylist() for one in found] == [[4], [7], [], [], [31]]
+    assert [one.end is not None for one in found] == [False, True, True, True, True]
+
+
+def test_workers_of_other_slots_are_fenced(tmp_path, model_folder):
+    a_job = job_of(tmp_path)
+    start(a_job, model_folder, FlakyEngine(FAILS))
+    store = store_of(a_job)
+    asleep = leases.Lease.acquire(store, 5, {}, leases.Watch(store, [5], 0.0))
+    again(a_job, model_folder)
+    with pytest.raises(Interrupted, match="taken over"):
+        asleep.check()
+
+
+def test_the_command(tmp_path, model_folder, monkeypatch):
+    a_job = job_of(tmp_path)
+    file = tmp_path / "job.yaml"
+    file.write_text(json.dumps(a_job.to_json()))
+    model = FakeModel(model_folder, FlakyEngine())
+    monkeypatch.setattr(retry, "__kwdefaults__", retry.__kwdefaults__ | {"model_opener": lambda _: model})
+    called = partial(CliRunner().invoke, cli.cli, obj={"debug": False})
+    nothing = called(["retry", str(file)])
+    assert isinstance(nothing.exception, NoInputError) and "no run in this folder" in str(nothing.exception)
+    start(a_job, model_folder, FlakyEngine(FAILS))
+    done = called(["retry", str(file), "--to", str(tmp_path / "new")])
+    assert done.exit_code == 0 and json.loads(done.stdout.splitlines()[-1])["retried"] == 5
+    assert json.loads(called(["retry", str(file)]).stdout.splitlines()[-1])["rows_failed"] == 0
+    monkeypatch.setattr("batchgen.retry.retry", lambda *_: (_ for _ in ()).throw(Interrupted("stop", "signal")))
+    stopped = called(["retry", str(file)])
+    assert isinstance(stopped.exception, Interrupted) and json.loads(stopped.stdout)["reason"] == "signal"
 
 
 def test_rows_that_fail_again_say_why_they_failed_now(tmp_path, model_folder):

@@ -385,7 +385,11 @@ def test_dies_at_every_operation_and_is_repeated(tmp_path, model_folder, kind, h
         try:
             repaired(a_job, model_folder, failing)
         except Died:
-            assert not end.exists(SUCCESS) or verify(end).ok or at < 4
+            if at % 2 and not end.exists(SUCCESS):  # a run completes it, or says what stands in its way
+                try:
+                    start(a_job, model_folder, FlakyEngine(FAILS))
+                except StorageError as error:
+                    assert "this part is corrupt" in str(error)
             repaired(a_job, model_folder)
             start(a_job, model_folder, FlakyEngine(FAILS))
         assert rows_of(end) == rows and counters_of(end) == counters and verify(end).ok, at
