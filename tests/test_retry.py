@@ -152,6 +152,17 @@ def test_rows_are_counted_among_those_that_a_filter_leaves():
     assert [one.end is not None for one in found] == [False, True, True, True, True]
 
 
+def test_a_success_that_a_sleeper_wrote_meanwhile_does_not_stay(tmp_path, model_folder):
+    """A worker that stood still just before its last write, and wakes up while parts are being replaced."""
+    rows, counters = perfect(tmp_path, model_folder)
+    a_job = job_of(tmp_path)
+    start(a_job, model_folder, FlakyEngine(FAILS))
+    store = store_of(a_job)
+    stale = store.read("_SUCCESS")
+    again(a_job, model_folder, FlakyEngine(think=lambda: store.create("_SUCCESS", stale)))
+    assert rows_of(store) == rows and counters_of(store) == counters and verify(store).ok
+
+
 def test_workers_of_other_slots_are_fenced(tmp_path, model_folder):
     a_job = job_of(tmp_path)
     start(a_job, model_folder, FlakyEngine(FAILS))
