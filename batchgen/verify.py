@@ -143,13 +143,13 @@ class _Look:
         self._store = store
         self._found = Findings(store.url)
         self._proofs: dict[Key, PartProof] = {}  # of parts that are whole and in their places
-        self._recorded = Recorded()
+        self._recorded, self._refreshed = Recorded(), 0
         self._filtered = False  # parts may lack rows of their ranges
         self._seen: set[Key] = set()  # parts that are there, whatever their state
 
     def findings(self) -> Findings:
         found, store = self._found, self._store
-        success, is_finished = self._record(SUCCESS, cure="delete")
+        success, is_finished = self._record(SUCCESS)
         names = store.list()
         if not is_finished and not any(name.startswith(STATE) or _any_part(name) for name in names):
             raise NoInputError(f"{store.url}: no run in this folder")
@@ -179,12 +179,12 @@ class _Look:
         found.problems.sort(key=lambda problem: problem.is_warning)
         return found
 
-    def _record(self, name: str, *, cure: str | None) -> tuple[dict[str, Any] | None, bool]:
+    def _record(self, name: str) -> tuple[dict[str, Any] | None, bool]:
         """A record, and whether there is something of its name; says so where it is damaged."""
         record, is_there = look_up(self._store, name)
         if is_there and record is None:
-            do = "`batchgen run JOB` writes it anew" if name != SUCCESS else f"delete it, or {_repair('it')}"
-            self._found.add(name, "it is damaged: it cannot be read as what it is", do, cure)
+            do = f"delete it and run again, or let {_repair('it')}"
+            self._found.add(name, "it is damaged: it cannot be read as what it is", do, "delete")
         return record, is_there
 
     def _say_lost(self, name: str, do: str) -> None:
@@ -199,7 +199,7 @@ class _Look:
             last = holder(self._store, slot, epoch)
             if not last:
                 self._found.add(
-                    f"_batchgen/epoch/{slot}", "the record of its last start is damaged", "none", is_warning=True
+                    f"_batchgen/epoch/{slot}", "the record of its last start is damaged", "nothing", is_warning=True
                 )
                 continue
             is_alive = seems_alive(last)
@@ -245,9 +245,11 @@ class _Look:
         try:
             seen = check.look(name, self._store.read(name), self._recorded.proofs.get(key))
             if isinstance(seen, Problem):  # before the worst is said: it may have been replaced, or badly transmitted
-                fresh = self._read_recorded(check.digest) if check.part_format != "parquet" else self._recorded
+                if check.part_format != "parquet" and self._refreshed < SHOWN:
+                    self._refreshed += 1
+                    self._recorded = self._read_recorded(check.digest)
                 version = self._store.version(name)
-                seen = check.look(name, self._store.read(name), fresh.proofs.get(key))
+                seen = check.look(name, self._store.read(name), self._recorded.proofs.get(key))
                 if isinstance(seen, Problem):
                     seen = replace(seen, version=version)
         except ObjectMissing:
@@ -304,7 +306,7 @@ class _Look:
     def _check_index(self, files: list[Any] | None, digest: str | None) -> dict[int, list[ShardRange]]:
         index: dict[int, list[ShardRange]] = {}
         for name in self._store.list(INDEX):
-            record = self._record(name, cure="delete")[0]
+            record = self._record(name)[0]
             if record is None:
                 continue
             try:
