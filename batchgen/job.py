@@ -178,7 +178,7 @@ class _Start:
             logger.warning("%s: the input of this finished run is gone; it was not compared", store.url)
             files = []
         listed = [asdict(file) for file in files]
-        _refuse_mixed_folders(spec, files, store)
+        refuse_mixed_folders(spec, files, store)
 
         def prove(number: int) -> str:
             return sources.content_proof(files[number], spec.input.storage_options)
@@ -312,7 +312,7 @@ def input_files(spec: JobSpec, store: Store) -> tuple[list[InputFile], Callable[
     return files, lambda number: sources.content_proof(files[number], options)
 
 
-def _refuse_mixed_folders(spec: JobSpec, files: Sequence[InputFile], store: Store) -> None:
+def refuse_mixed_folders(spec: JobSpec, files: Sequence[InputFile], store: Store) -> None:
     """Results among the input would be input of the next start."""
     home = os.path.realpath(local_path(store.url) or store.url)
     for pattern in spec.input.path:

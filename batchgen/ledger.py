@@ -218,11 +218,6 @@ class Ledger:
         return self._job.shape
 
     @property
-    def digest(self) -> str:
-        """What parts of this run carry to tell it from others."""
-        return self._job.digest
-
-    @property
     def epoch(self) -> int:
         return self._lease.epoch
 

@@ -32,7 +32,7 @@ from batchgen.lease import DEAD_AFTER_SECONDS, Heart
 from batchgen.ledger import Ledger, Written
 from batchgen.loop import Loop, ModelLike
 from batchgen.metrics import Meter
-from batchgen.parts import Recorded, list_parts, prove_part, read_index, read_parts, read_recorded
+from batchgen.parts import Parts, Recorded, list_parts, prove_part, read_index, read_parts, read_recorded
 from batchgen.partwriter import Built, PartWriter
 from batchgen.report import Progress, table
 from batchgen.runfolder import INDEX, INPUT_LISTS, JOB, SUCCESS, Counters, PartProof, part_name, put_new
@@ -126,6 +126,7 @@ class _Retry:
                 hearts = [stack.enter_context(alone(store, info, self._dead_after, but=0))]
             else:
                 hearts = []
+                job.refuse_mixed_folders(spec, files, target)
                 refuse_company(store, self._dead_after)
                 _begin_copy(store, target)
             home = target or store
@@ -231,7 +232,7 @@ class Replacing(Ledger):
         Into that everything else is copied first.
         """
         self._source, self._in_place = source, source is self._store
-        self._old = self._parts if self._in_place else _parts_of(source, self)
+        self._old = self._parts if self._in_place else self._parts_in(source)
         if not self._is_complete():
             raise ConfigError(
                 f"{source.url}: this run is not complete; run the job to its end, then retry what has failed"
@@ -249,6 +250,33 @@ class Replacing(Ledger):
         for (file, shard), found in places.items():
             self.places.setdefault(file, {})[shard] = found
 
+    def _parts_in(self, store: Store) -> Parts:
+        """The proofs of all parts of this run that another folder holds."""
+        digest, part_format = self._job.digest, self.shape["format"]
+        recorded = read_recorded(store, digest) if part_format != "parquet" else Recorded()
+        names = list_parts(store, part_format)
+        parts = read_parts(store, names, part_format, digest, recorded)
+        index = read_index(store, digest)
+        for key in [key for key, proof in parts.items() if proof is None]:
+            shards = index.get(key[0], [])
+            if key[1] < len(shards):
+                data = store.read(names[key])
+                parts[key] = self._proved(store.path(names[key]), data, shards[key[1]])
+        return parts
+
+    def _proved(self, path: str, data: bytes, shard: ShardRange, known: PartProof | None = None) -> PartProof:
+        """What a part says of itself; one of lines is counted, unless its proof is known."""
+        return prove_part(
+            path,
+            data,
+            shard,
+            part_format=self.shape["format"],
+            digest=self._job.digest,
+            epoch=self.epoch if known is None else known.epoch,
+            counters=None if known is None else known.counters,
+            filtered=bool(self._job.fingerprint.get("input", {}).get("where")),
+        )
+
     def _is_complete(self) -> bool:
         expected = {(file, shard.shard) for file, shards in self._index.items() for shard in shards}
         whole = len(self._index) == self._job.num_files and expected == self._old.keys()
@@ -265,15 +293,7 @@ class Replacing(Ledger):
         known = self._old[key]
         assert known is not None
         try:
-            proof = prove_part(
-                path,
-                data,
-                known.shard,
-                part_format=self.shape["format"],
-                digest=self._job.digest,
-                epoch=known.epoch,
-                counters=known.counters,
-            )
+            proof = self._proved(path, data, known.shard, known)
             if version is None or proof.checksum != known.checksum:
                 raise sinks.corrupt(path, "it is not what was committed")
         except StorageError:
@@ -410,19 +430,3 @@ def _begin_copy(source: Store, target: Store) -> None:
     for name, data in records.items():
         if not put_new(target, name, data):
             raise ConfigError(f"--to {target.url}: this folder holds another run ({name} differs); name a new one")
-
-
-def _parts_of(store: Store, book: Ledger) -> dict[Key, PartProof | None]:
-    """The proofs of all parts of a finished run that another folder holds."""
-    digest, part_format = book.digest, book.shape["format"]
-    recorded = read_recorded(store, digest) if part_format != "parquet" else Recorded()
-    names = list_parts(store, part_format)
-    parts = read_parts(store, names, part_format, digest, recorded)
-    index = read_index(store, digest)
-    for key in [key for key, proof in parts.items() if proof is None]:
-        shards = index.get(key[0], [])
-        if key[1] < len(shards):
-            shard, name = shards[key[1]], names[key]
-            path, data = store.path(name), store.read(name)
-            parts[key] = prove_part(path, data, shard, part_format=part_format, digest=digest, epoch=1)
-    return parts

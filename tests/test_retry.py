@@ -256,6 +256,8 @@ def test_a_complete_run_in_a_new_folder(tmp_path, model_folder, kind):
         again(a_job, model_folder, to=str(tmp_path / "new"))
     with pytest.raises(ConfigError, match="name a new one"):
         again(a_job, model_folder, to=str(tmp_path / "perfect"))
+    with pytest.raises(ConfigError, match="folder of an input file"):
+        again(a_job, model_folder, to=str(tmp_path / "in"))
     with pytest.raises(UsageError, match="own folder"):
         again(a_job, model_folder, to=str(tmp_path / "out"))
 
