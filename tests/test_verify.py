@@ -22,6 +22,7 @@ from batchgen.io.sinks import read_proof
 from batchgen.io.stores import Store
 from batchgen.ledger import Ledger
 from batchgen.repair import repair
+from batchgen.retry import retry
 from batchgen.runfolder import INPUTS, JOB, SUCCESS, encode, index_name, piece_name, put_new
 from batchgen.verify import lines, verify
 
@@ -287,7 +288,7 @@ def test_a_damaged_piece_is_a_warning(tmp_path, model_folder):
 
 
 def test_a_running_and_a_stopped_run_are_well(tmp_path, model_folder):
-    """At every write of a run: what is there is in order, and looking changes nothing."""
+    """At every write of a run, and of a retry: what is there is in order, and looking changes nothing."""
     states = set()
 
     class Looked(Store):
@@ -308,10 +309,23 @@ def test_a_running_and_a_stopped_run_are_well(tmp_path, model_folder):
             super().replace(name, data)
             self._look()
 
-    for kind in ("parquet", "jsonl"):
+        def replace_if(self, name, data, version):
+            done = super().replace_if(name, data, version)
+            self._look()
+            return done
+
+        def delete(self, name):
+            super().delete(name)
+            self._look()
+
+    for kind in ("parquet", "jsonl", "openai"):
         a_job = job_of(tmp_path, str(tmp_path / kind), output__format=kind)
+        model = FakeModel(model_folder, FlakyEngine(FAILS, running=2))
+        store_opener = lambda url, options, retries: Looked(url)  # noqa: E731
+        job.run(a_job, model_opener=lambda _, m=model: m, store_opener=store_opener)
         model = FakeModel(model_folder, FakeEngine(running=2))
-        job.run(a_job, model_opener=lambda _, m=model: m, store_opener=lambda url, options, retries: Looked(url))
+        retry(a_job, model_opener=lambda _, m=model: m, store_opener=store_opener)
+        assert counters_of(store_of(a_job))["rows_failed"] == 0
     assert states == {"running", "finished", "stopped"}
 
 
@@ -338,6 +352,17 @@ def test_repair_with_another_job_changes_nothing(tmp_path, model_folder):
         with pytest.raises(ConfigError):
             repaired(job_of(tmp_path, sampling__seed=1), model_folder)
         assert before == {name: store.read(name) for name in store.list()}
+
+
+def test_repair_on_an_object_store(tmp_path, model_folder, s3):
+    a_job, store = finished(tmp_path, model_folder, "parquet", s3.url, output__storage_options=s3.storage_options)
+    rows = rows_of(store)
+    damaged = [f"part-00000-0000{n}.parquet" for n in (0, 2)]
+    for name in damaged:
+        truncated(store, name)
+    assert [problem.file for problem in verify(store).problems] == damaged
+    assert repaired(a_job, model_folder)["repaired"] == damaged
+    assert rows_of(store) == rows and verify(store).ok
 
 
 def test_repair_needs_the_run_for_itself(tmp_path, model_folder):
