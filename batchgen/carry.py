@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from batchgen.errors import ConfigError
 from batchgen.io import openai, sources
@@ -15,6 +16,7 @@ from batchgen.io.files import InputFile
 from batchgen.io.sinks import JSON_TEXT
 from batchgen.spec import JobSpec
 from batchgen.types import RowError
+from batchgen.where import Filter
 
 DECLARED_TYPES: dict[str, tuple[pa.DataType, tuple[type, ...]]] = {  # what a JSON value must be to have the type
     "string": (pa.string(), (str,)),
@@ -84,10 +86,12 @@ class InputFields:
 def input_fields(spec: JobSpec, files: Sequence[InputFile], formats: Sequence[str]) -> InputFields:
     """The columns that the job carries over, with one type for all input files.
 
-    From Parquet a column keeps its own type, widened where files differ and as JSON text where they do not agree at
-    all. From JSON Lines it is JSON text unless the job gives a type
-    (which JSON Lines results hold as the value it stands for). Reads the Parquet files' footers if need be.
+    Where files have columns (all formats but JSON Lines) one keeps its own type, widened where files differ and as
+    JSON text where they do not agree at all. From JSON Lines it is JSON text unless the job gives a type
+    (which JSON Lines results hold as the value it stands for). Reads the files' schemas if need be.
     """
+    if spec.input.where is not None:
+        sources.check_where(Filter(spec.input.where), files, formats, spec.input.storage_options)
     requests = spec.input.format == "openai"
     if requests and spec.output.format == "openai":
         return InputFields((CUSTOM_ID, *REPEATED))
@@ -97,16 +101,16 @@ def input_fields(spec: JobSpec, files: Sequence[InputFile], formats: Sequence[st
     options = spec.input.storage_options
     schemas = [sources.schema(file, kind, options) for file, kind in zip(files, formats, strict=True)]
     tables = [schema for schema in schemas if schema is not None]
-    only_parquet = bool(tables) and len(tables) == len(files)
+    only_tables = bool(tables) and len(tables) == len(files)
     if names == "all":
         names = dict.fromkeys(_all_names(spec, files, formats, tables))
     columns = []
     wanted = ([] if id_name is None else [(id_name, None, True)]) + [(*pair, False) for pair in names.items()]
     for name, declared, is_id in wanted:
-        if only_parquet and not any(name in schema.names for schema in tables):
+        if only_tables and not any(name in schema.names for schema in tables):
             key, known = "input.id" if is_id else "output.columns", ", ".join(tables[0].names)
             raise ConfigError(f"{key}: no input file has a column {name!r}; {files[0].path} has {known}")
-        common = _common_type(name, tables) if only_parquet and declared is None else None
+        common = _common_type(name, tables) if only_tables and declared is None else None
         if common is not None:
             columns.append(Column(pa.field(name, common), "own", is_id))
         else:
@@ -122,7 +126,7 @@ def input_fields(spec: JobSpec, files: Sequence[InputFile], formats: Sequence[st
 def _all_names(
     spec: JobSpec, files: Sequence[InputFile], formats: Sequence[str], tables: Sequence[pa.Schema]
 ) -> list[str]:
-    """Every column but the id: by their schemas in Parquet; JSON Lines have none, so its first rows count."""
+    """Every column but the id: by the files' schemas; JSON Lines have none, so its first rows count."""
     names = dict.fromkeys(name for schema in tables for name in schema.names)
     first = next((file for file, kind in zip(files, formats, strict=True) if kind == "jsonl"), None)
     if first is not None:
@@ -136,6 +140,7 @@ def _all_names(
 def _common_type(name: str, tables: Sequence[pa.Schema]) -> pa.DataType | None:
     """The type that holds the column of every file; None where there is none."""
     found = {schema.field(name).type for schema in tables if schema.get_field_index(name) >= 0}
+    found = {kind.value_type if pa.types.is_run_end_encoded(kind) else kind for kind in found}
     try:
         one_each = [pa.schema([pa.field(name, kind)]) for kind in found]
         common = pa.unify_schemas(one_each, promote_options="permissive").field(0).type
@@ -188,11 +193,16 @@ class Carrier:
                 if row.values is not None and name not in row.values:
                     wrong[place] = RowError("missing_column", f"the row has no column `{name}`, which input.id names")
         if column.form == "own":
-            assert chunk.batch is not None  # all input is Parquet
+            assert chunk.batch is not None  # all input has columns
             index = chunk.batch.schema.get_field_index(name)
             if index < 0:
                 return pa.nulls(len(chunk.rows), kind)
-            return _readable(chunk.batch.column(index), name, wrong).cast(kind)
+            array = chunk.batch.column(index)
+            if pa.types.is_dictionary(array.type):  # a few rows do not take the whole file's dictionary along
+                array = array.dictionary_decode()
+            elif pa.types.is_run_end_encoded(array.type):  # which Parquet has not
+                array = pc.run_end_decode(array)
+            return _readable(array, name, wrong).cast(kind)
         convert = CONVERTERS.get(column.form) or _checked(column.form)
         values = []
         for place, row in enumerate(chunk.rows):

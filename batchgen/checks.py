@@ -9,8 +9,10 @@ from typing import Any
 
 from batchgen.errors import ConfigError, InvalidRow, PermissionDenied
 from batchgen.io.files import InputFile, expand, open_input
+from batchgen.io.partitions import partitions
 from batchgen.io.storage import local_path
 from batchgen.spec import JobSpec, PromptSpec
+from batchgen.where import Filter
 
 HEAD_BYTES = 256 << 10  # of a JSON Lines file that `validate` looks at
 
@@ -104,10 +106,10 @@ def _check_output(path: str) -> None:
 
 
 def _check_columns(spec: JobSpec, file: InputFile, variables: dict[str, str], where: str) -> None:
-    """The columns that the job needs are in the first file: in its schema (Parquet), or in one of its first lines."""
+    """The columns that the job needs are in the first file: in its schema, or in one of its first JSON lines."""
     with open_input(file.path, spec.input.storage_options) as raw:
         head = raw.read(HEAD_BYTES)
-    if not head.startswith(b"PAR1") and spec.input.format != "parquet":
+    if spec.input.format in ("jsonl", "openai") or (spec.input.format == "auto" and head.lstrip()[:1] == b"{"):
         _check_lines(spec, file, head, variables, where)  # Arrow, slow to import, is not needed
         return
     from batchgen.io import sources
@@ -116,7 +118,11 @@ def _check_columns(spec: JobSpec, file: InputFile, variables: dict[str, str], wh
 
     found = sources.detect(file, spec.input.format, spec.input.storage_options)
     schema = sources.schema(file, found, spec.input.storage_options)
-    assert schema is not None
+    if schema is None:
+        _check_lines(spec, file, head, variables, where)
+        return
+    if not head:  # a text file without rows
+        return
     have = f"the columns of {file.path} are {', '.join(schema.names)}"
     variables.pop(WHOLE_ROW, None)
     for column, key in _wanted(spec, variables):
@@ -143,7 +149,7 @@ def _check_lines(spec: JobSpec, file: InputFile, head: bytes, variables: dict[st
         return
     if spec.input.format == "openai":
         _check_requests(rows, file, where)
-    have = set().union(*rows)
+    have = set(partitions(file.path)).union(*rows)
     prompt = spec.prompt
     given = any(one is not None for one in (prompt.column, prompt.template, prompt.messages, prompt.token_ids))
     if spec.input.format == "auto" and not given and all("custom_id" in row and "body" in row for row in rows):
@@ -153,7 +159,7 @@ def _check_lines(spec: JobSpec, file: InputFile, head: bytes, variables: dict[st
             raise ConfigError(f"{where}: `input.format`: {file.path} holds OpenAI batch requests; set it to openai")
     variables.pop(WHOLE_ROW, None)
     for column, key in _wanted(spec, variables):
-        if column not in have and key != "output.columns":  # others may be rare
+        if column not in have and key not in ("output.columns", "input.where"):  # those may be rare
             raise ConfigError(
                 f"{where}: `{key}`: none of the first {len(rows)} rows has a column {column}; the columns of "
                 f"{file.path} are {', '.join(sorted(have))}"
@@ -190,5 +196,7 @@ def _wanted(spec: JobSpec, variables: dict[str, str]) -> Iterator[tuple[str, str
         named["prompt.tools"] = prompt.tools
     yield from ((column, key) for key, column in named.items() if column is not None)
     yield from variables.items()
+    if spec.input.where is not None:
+        yield from ((column, "input.where") for column in Filter(spec.input.where).columns)
     if spec.output.columns != "all":
         yield from ((column, "output.columns") for column in spec.output.columns)

@@ -30,6 +30,7 @@ from batchgen.rowparams import RowParams, read_column
 from batchgen.spec import JobSpec
 from batchgen.tokenizer import Tokenizer
 from batchgen.types import NO_TOKENS, RowError, SamplingParams, ShardRange, TokenIds
+from batchgen.where import Filter
 
 BIG_TEXT = 64 << 10  # longer prompts are encoded one by one, so that a slow one is known
 RENDER_MEMORY = 1 << 30  # bytes that rendering a chunk's rows may take on top
@@ -214,6 +215,7 @@ class Worker:
     state: State
     builder: PromptBuilder = field(init=False)
     carrier: Carrier = field(init=False)
+    where: Filter | None = field(init=False)
     params: RowParams = field(init=False)
 
     def __post_init__(self) -> None:
@@ -221,6 +223,7 @@ class Worker:
         tokenizer = Tokenizer.load(self.task.model_path, chat_template=spec.model.chat_template)
         self.builder = PromptBuilder(spec.prompt, spec.sampling, tokenizer, self.task.max_model_len)
         self.carrier = Carrier(self.task.fields)
+        self.where = row_filter(spec)
         self.params = RowParams(spec.sampling, tokenizer.vocab_size)
 
     def run(self) -> Iterator[RowBatch]:
@@ -237,16 +240,25 @@ class Worker:
                 left -= rows
                 if left <= 0:
                     return
+        self._check_where()
+
+    def _check_where(self) -> None:
+        """ConfigError where all rows were read and none had a column of the filter: a typing error drops them."""
+        whole = self.task.limit is None and self.task.resume[0] < 0 and not any(self.task.done.values())
+        if whole and self.where is not None and self.where.rows_seen and self.where.unseen:
+            missing = sorted(self.where.unseen)[0]
+            raise ConfigError(f"input.where: no row has a column {missing!r}; correct the filter, and run again")
 
     def _file(self, file: InputFile, kind: str, limit: int | None) -> Iterator[RowBatch]:
         """The file's batches, of its first `limit` rows."""
         task = self.task
         delivered = task.resume[1] if file.number == task.resume[0] else 0
         begun: tuple[int, int] | None = None  # the shard whose end is still to come, and its first row
-        chunks = read_chunks(task.spec, file, kind, self._columns(file, kind), task.done.get(file.number, {}))
+        columns, done = self._columns(file, kind), task.done.get(file.number, {})
+        chunks = read_chunks(task.spec, file, kind, columns, done, self.where)
         for chunk in chunks if task.only is None else _chosen(chunks, task.only.get(file.number, {})):
             numbers = [row.number for row in chunk.rows]
-            if limit is not None and chunk.shard not in task.done.get(file.number, {}):
+            if limit is not None and chunk.shard not in done:
                 end = chunk.end.first_row + chunk.end.num_rows if chunk.end else numbers[-1] + 1 if numbers else 0
                 if end > limit or (end == limit and chunk.end is None):
                     last = self._cut(file, chunk, begun, limit)
@@ -409,7 +421,12 @@ def _from(chunk: sources.Chunk, first: int) -> sources.Chunk:
 
 
 def read_chunks(
-    spec: JobSpec, file: InputFile, kind: str, columns: Sequence[str] | None, done: Mapping[int, ShardRange | None]
+    spec: JobSpec,
+    file: InputFile,
+    kind: str,
+    columns: Sequence[str] | None,
+    done: Mapping[int, ShardRange | None],
+    where: Filter | None,
 ) -> Iterator[sources.Chunk]:
     """The rows of an input file as the job cuts them into shards, without the shards in `done`."""
     return sources.read_shards(
@@ -419,7 +436,14 @@ def read_chunks(
         shard_rows=None if spec.output.shard_rows == "auto" else spec.output.shard_rows,
         done=done,
         storage_options=spec.input.storage_options,
+        where=where,
+        replace_unicode=spec.input.unicode_errors == "replace",
+        nan_as_null=spec.input.nan is None,
     )
+
+
+def row_filter(spec: JobSpec) -> Filter | None:
+    return None if spec.input.where is None else Filter(spec.input.where)
 
 
 def carried_again(
@@ -434,7 +458,7 @@ def carried_again(
     columns = None if sources.schema(file, kind, spec.input.storage_options) is None else list(fields.names)
     carrier = Carrier(fields)
     batches = []
-    for chunk in read_chunks(spec, file, kind, columns, earlier):
+    for chunk in read_chunks(spec, file, kind, columns, earlier, row_filter(spec)):
         if chunk.shard != shard.shard:
             break
         if chunk.rows:

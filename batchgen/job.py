@@ -120,7 +120,7 @@ def fingerprint(spec: JobSpec, model: ModelLike | None = None) -> dict[str, Any]
     """
     sections: dict[str, Any] = {
         "task": spec.task,
-        "input": {"id": spec.input.id, "format": spec.input.format},
+        "input": spec.input.model_dump(mode="json", include={"id", "format", "where", "unicode_errors", "nan"}),
         "prompt": spec.prompt.model_dump(mode="json"),
         "sampling": spec.sampling.model_dump(mode="json"),
         "output": spec.output.model_dump(
@@ -282,6 +282,11 @@ class _Start:
         seconds = round(time.monotonic() - self._began, 3)
         speed = round(loop.tokens / max(loop.seconds, 1e-9), 1)
         if self.limit is None:
+            if self._spec.input.where is not None and not self._spec.input.allow_empty and not book.totals().rows:
+                raise NoInputError(
+                    f"input.where: none of the rows passes {self._spec.input.where}; correct it, or set "
+                    "input.allow_empty: true where that is normal"
+                )
             counters = book.finish({"seconds_of_last_start": seconds}, self._stop_if_asked)["counters"]
         else:
             totals = book.totals()

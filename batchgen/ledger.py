@@ -527,8 +527,11 @@ class Ledger:
     # the slot
 
     def show_progress(self, *, rows_done: int, rows_failed: int) -> None:
-        """What the next heartbeats tell `status`: rows finished, committed or not."""
-        self._lease.progress = {"rows_done": rows_done, "rows_failed": rows_failed}
+        """What the next heartbeats tell `status`: rows finished, committed or not; and tokens of parts, whose proofs
+        may not be written down yet."""
+        own = {"rows_done": rows_done, "rows_failed": rows_failed}
+        committed = {"prompt_tokens": self._totals.prompt_tokens, "output_tokens": self._totals.output_tokens}
+        self._lease.progress = own | committed
 
     def heartbeat(self) -> None:
         """Show that this worker lives; call it often, it acts every 5 s. Interrupted("fenced") when replaced."""

@@ -37,8 +37,8 @@ def read_success(store: Store) -> dict[str, Any] | None:
 class RunStatus:
     """`state`: "empty", "running", "stopped" or "finished".
 
-    Rows and failures count as the last heartbeat told, tokens where they are committed; totals are None until every
-    input file has been read to its end. Epoch, host and process are those of the worker that was seen last.
+    Rows and failures count as the last heartbeat told, tokens those of parts; totals are None until every input file
+    has been read to its end. Epoch, host and process are those of the worker that was seen last.
     """
 
     state: str
@@ -98,18 +98,21 @@ def peek(store: Store) -> RunStatus:
     workers = [holder(store, slot, latest_epoch(store, slot)) for slot in slots(store)]
     living = [worker for worker in workers if worker and seems_alive(worker)]
     last = max(living or workers, key=lambda worker: str(worker.get("time")), default={})
-    progress = [worker.get("progress", {}) for worker in workers]
+
+    def told(name: str, committed: int) -> int:
+        return max([committed, *(int(worker.get("progress", {}).get(name, 0)) for worker in workers)])
+
     return RunStatus(
         "running" if living else "stopped",
         str(job["spec"].get("name", "")),
         files,
         shards_done=len(parts),
         shards_total=len(ranges) if whole else None,
-        rows_done=max([totals.rows, *(one.get("rows_done", 0) for one in progress)]),
+        rows_done=told("rows_done", totals.rows),
         rows_total=sum(shard.num_rows for shard in ranges.values()) if whole else None,
-        rows_failed=max([totals.rows_failed, *(one.get("rows_failed", 0) for one in progress)]),
-        prompt_tokens=totals.prompt_tokens,
-        output_tokens=totals.output_tokens,
+        rows_failed=told("rows_failed", totals.rows_failed),
+        prompt_tokens=told("prompt_tokens", totals.prompt_tokens),
+        output_tokens=told("output_tokens", totals.output_tokens),
         started=job["created"],
         updated=last.get("time"),
         epoch=last.get("epoch", 0),

@@ -25,6 +25,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from batchgen import jobfile, kinds
 from batchgen.errors import ConfigError
+from batchgen.where import check as check_filter
 
 if TYPE_CHECKING:
     from batchgen.types import SamplingParams
@@ -35,8 +36,6 @@ NOT_SUPPORTED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "task": ("score, embed", lambda value: value != "generate"),
     "model.quantization": ("any quantisation while loading", lambda value: value is not None),
     "model.storage_options": ("models in a remote store", bool),
-    "input.format": ("csv, arrow, text", lambda value: value in ("csv", "arrow", "text")),
-    "input.where": ("filters", lambda value: value is not None),
     "sampling.max_tokens": ("0", lambda value: value == 0),
     "sampling.repetition_penalty": ("other than 1", lambda value: value != 1),
     "sampling.presence_penalty": ("other than 0", lambda value: value != 0),
@@ -119,12 +118,16 @@ class InputSpec(Section):
     key = "input"
     path: kinds.Paths = Field(
         description="Files, glob patterns, or folders (their data files; names that start with _ or . are left out); "
-        "local or any fsspec URL."
+        "local or any fsspec URL. Every `name=value` folder in a file's path gives its rows a column of that name, as "
+        "text (`__HIVE_DEFAULT_PARTITION__` is null), where they have none of their own."
     )
     format: Literal["auto", "parquet", "jsonl", "openai", "csv", "arrow", "text"] = Field(
         default="auto",
-        description="auto tells each file's format by its content, then by its name. openai, the lines of an OpenAI "
-        "batch file, is never guessed.",
+        description="auto tells each file's format by its content, then by its name: CSV (.csv, .tsv) and plain text "
+        "(.txt) by nothing else. csv: the first line names the columns; values stay text as they are written, an empty "
+        "one is null, a quoted empty one is empty text. arrow: IPC files and streams, a record batch at a time. text: "
+        "every line is a row with the one column `text`. openai, the "
+        "lines of an OpenAI batch file, is never guessed.",
     )
     id: kinds.Text | None = Field(
         default=None,
@@ -132,7 +135,20 @@ class InputSpec(Section):
         '"file:row". OpenAI requests have their `custom_id`.',
     )
     where: kinds.Text | None = Field(
-        default=None, description="A filter over the columns: only rows that pass are read."
+        default=None,
+        description="A filter over the columns: only rows for which it is true are read. It knows `== != < <= > >=`, "
+        '`in`, `not in`, `is None`, `and`, `or`, `not`, `len(x)`, `int(x)`, `float(x)`, `x.startswith("a")`, '
+        '`x.endswith("a")`, and `"a" in x` for a part of a text or a member of a list; a column is its bare name or '
+        '`col["its name"]`. A comparison with null (or NaN) is never true, nor is its `not`, as in SQL. Text is no '
+        "number: a row whose values do not fit is not dropped but fails, like one that cannot be read. Text beside a "
+        "date or time is read as one. Row groups of Parquet that cannot match are not read.",
+    )
+    unicode_errors: Literal["error", "replace"] = Field(
+        default="error",
+        description="Text that is not valid Unicode fails its row, or gets U+FFFD in place of what is wrong.",
+    )
+    nan: Literal["error"] | None = Field(
+        default="error", description="NaN and Infinity in JSON Lines, which JSON has not: a row error, or read as null."
     )
     allow_empty: bool = Field(default=False, description="true makes a job without any input rows a success.")
     limit: kinds.Count | None = Field(
@@ -142,6 +158,13 @@ class InputSpec(Section):
     storage_options: dict[str, Any] = Field(
         default={}, description="Options for the store of `path`, as fsspec takes them. Never written into the results."
     )
+
+    @field_validator("where")
+    @classmethod
+    def _readable(cls, text: str | None) -> str | None:
+        if text is not None:
+            check_filter(text)
+        return text
 
     @property
     def id_column(self) -> str | None:
@@ -393,8 +416,8 @@ class ErrorsSpec(Section):
     )
     retries: kinds.Natural = Field(
         default=5,
-        description="More tries for a read of the input, or a read or write of the output store, that fails in a way "
-        "that may pass; with growing pauses, within a minute.",
+        description="More tries for a read or write of the output store that fails in a way that may pass; with "
+        "growing pauses, within a minute; reads of the input are always tried five times more.",
     )
     stall_timeout: kinds.Duration | None = Field(
         default=900.0,
@@ -594,7 +617,7 @@ def _words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if get_origin(annotation) is Annotated:
         return _words(options[0], options[1:])
     if get_origin(annotation) is Literal:
-        return ", ".join(options[:-1]) + f" or {options[-1]}"
+        return " or ".join(filter(None, (", ".join(options[:-1]), options[-1])))
     if NoneType in options:
         return f"{_words(next(option for option in options if option is not NoneType))}, or null"
     return {bool: "true or false"}.get(annotation, "a mapping")

@@ -37,7 +37,7 @@ def fields_of(folder: Path, columns: Any = (), id: str | None = None) -> tuple[I
 
 def carried(fields: InputFields, file: InputFile) -> tuple[pa.RecordBatch, dict[int, RowError]]:
     kind = sources.detect(file, "auto", {})
-    names = list(fields.names) if kind == "parquet" else None
+    names = None if kind == "jsonl" else list(fields.names)
     chunks = sources.read_shards(file, kind, columns=names, shard_rows=None, done={}, storage_options={})
     return Carrier(fields).take(next(iter(chunks)))
 
@@ -157,3 +157,40 @@ def test_the_id_may_be_carried_too(tmp_path: Path) -> None:
     pq.write_table(pa.table({"id": [1], "x": ["a"]}), tmp_path / "1.parquet")
     fields, files = fields_of(tmp_path, ["id", "x"], id="id")
     assert carried(fields, files[0])[0].column(0).to_pylist() == [1] and len(fields.carried) == 2
+
+
+def test_text_formats_and_folders_have_columns_of_text(tmp_path: Path) -> None:
+    folder = tmp_path / "day=1"
+    folder.mkdir()
+    (folder / "a.csv").write_text("key,text\n007,x\n,y\n")
+    (folder / "b.txt").write_text("line\n")
+    fields, files = fields_of(tmp_path, "all", id="key")
+    assert [(f.name, f.type) for f in fields.carried] == [("text", pa.string()), ("day", pa.string())]
+    batch, wrong = carried(fields, files[0])
+    assert batch.to_pylist() == [{"key": "007", "text": "x", "day": "1"}, {"key": None, "text": "y", "day": "1"}]
+    batch, wrong = carried(fields, files[1])
+    assert batch.to_pylist() == [{"key": None, "text": "line", "day": "1"}]
+    assert wrong[0].code == "missing_column"
+
+
+def test_a_filter_needs_columns_that_exist(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"n": [1]}), tmp_path / "a.parquet")
+    (files, formats) = expand((str(tmp_path),), {}, allow_empty=False), ["parquet"]
+    wrong = job(tmp_path)
+    wrong = wrong.model_copy(update={"input": wrong.input.model_copy(update={"where": "m > 1"})})
+    with pytest.raises(ConfigError, match="no input file has a column 'm'"):
+        input_fields(wrong, files, formats)
+
+
+def test_a_few_rows_do_not_take_a_large_dictionary_along(tmp_path: Path) -> None:
+    words = pa.array([f"word {i}" for i in range(50_000)])
+    column = pa.DictionaryArray.from_arrays(pa.array(range(50_000), pa.int32()), words)
+    runs = pa.RunEndEncodedArray.from_arrays(pa.array([50_000], pa.int32()), pa.array(["p"]))
+    table = pa.table({"d": column, "runs": runs})
+    with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:
+        writer.write_table(table)
+    fields, files = fields_of(tmp_path, ["d", "runs"])
+    batch, wrong = carried(fields, files[0])
+    assert batch["runs"].to_pylist() == ["p"] * 256 and batch["runs"].type == pa.string()
+    assert batch.schema.field("d").type == column.type and batch["d"].to_pylist() == words[: batch.num_rows].to_pylist()
+    assert len(batch["d"].dictionary) == batch.num_rows == 256 and not wrong

@@ -354,6 +354,7 @@ def test_validate_finds_input_that_matches_nothing(call: Any, job: Path) -> None
         ),
         ("input.id=key", "input.id", "key"),
         ("output.columns=[text, year]", "output.columns", "year"),
+        ("input.where=id == 'a' and year > 3", "input.where", "year"),
     ],
 )
 def test_validate_misses_columns(call: Any, job: Path, setting: str, key: str, column: str) -> None:
@@ -398,6 +399,26 @@ def test_validate_compiles_templates(call: Any, job: Path, template: str, line: 
     result = call("validate", job, "--set", f"prompt={{template: {json.dumps(template)}}}")
     assert result.code == 78
     assert result.err.startswith(f"batchgen: {job}: `prompt.template`: not valid Jinja: line {line}: ")
+
+
+def test_validate_knows_the_columns_of_every_format(call: Any, job: Path) -> None:
+    table = pa.table({"id": ["a"], "text": ["x"]})
+    with pa.ipc.new_file(job.parent / "in.arrow", table.schema) as writer:
+        writer.write_table(table)
+    (job.parent / "in.csv").write_text("id,text\na,x\n")
+    (job.parent / "in.txt").write_text("x\n")
+    (job.parent / "empty.csv").write_text("")
+    (job.parent / "id=7").mkdir()
+    (job.parent / "id=7" / "in.jsonl").write_text('{"text": "x"}\n')
+    for name in ("in.arrow", "in.csv", "in.txt", "empty.csv", "id=7/in.jsonl"):
+        settings = ["--set", f"input.path={job.parent}/{name}", "--set", "prompt={column: text}"]
+        settings += ["--set", "output.columns=[text]", "--set", f"input.id={'text' if name == 'in.txt' else 'id'}"]
+        assert call("validate", job, *settings).code == 0
+        result = call("validate", job, *settings, "--set", "prompt={column: txt}")
+        assert result.code == (0 if name == "empty.csv" else 78), name
+        assert name == "empty.csv" or "column txt" in result.err
+    result = call("validate", job, "--set", "input.where=id = 3")
+    assert result.code == 78 and "equal is written ==" in result.err
 
 
 def test_validate_reads_jsonl_as_what_it_is(call: Any, job: Path) -> None:
@@ -446,6 +467,7 @@ def ledger(job: Path) -> Iterator[Ledger]:
     )
     shard = ShardRange(0, 0, 0, 2, 0, 5)
     opened.commit_part(shard, b"{}\n{}\n", Counters(rows=2, rows_failed=1, prompt_tokens=1234, output_tokens=50))
+    opened.checkpoint([])
     yield opened
     opened.close()
 

@@ -211,3 +211,13 @@ def test_everything_but_parts_and_job_can_be_lost(memory, part_format):
     witness.look(memory)
     assert read_success(memory)["counters"] == counters()
     assert memory.list(INDEX) == [index_name(file) for file in range(3)]
+
+
+def test_status_knows_the_tokens_of_parts_before_their_proofs_are_written_down(memory):
+    ledger = start(memory, part_format="jsonl")
+    commit(ledger, shards(0)[0], "jsonl")
+    assert memory.list(PROOFS) == [] and peek(memory).prompt_tokens == 0
+    ledger.show_progress(rows_done=4, rows_failed=1)
+    ledger.heartbeat()
+    status = peek(memory)
+    assert (status.rows_done, status.rows_failed, status.prompt_tokens, status.output_tokens) == (4, 1, 6, 3)

@@ -17,56 +17,19 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inputs import chunks, put, put_table, ranges, rows, values, zstd
 
 from batchgen.errors import ConfigError, DataError, StorageError
-from batchgen.io import jsonline, sources
+from batchgen.io import jsonline, lines, sources, storage
+from batchgen.io import rows as row_limits
 from batchgen.io.files import InputFile, expand
+from batchgen.io.localdisk import LocalDisk
+from batchgen.io.partitions import partitions
 from batchgen.io.sources import Chunk, Row, content_proof, detect, read_shards, schema
 from batchgen.io.stores import Store
 from batchgen.types import ShardRange
 
 GOOD = b'{"id":"a","prompt":"x"}\n'
-
-
-def zstd(data: bytes) -> bytes:
-    sink = pa.BufferOutputStream()
-    with pa.CompressedOutputStream(sink, "zstd") as stream:
-        stream.write(data)
-    return sink.getvalue().to_pybytes()
-
-
-def put(folder: Path, data: bytes, name: str = "x.jsonl") -> InputFile:
-    (folder / name).write_bytes(data)
-    return expand([str(folder / name)], {})[0]
-
-
-def put_table(folder: Path, table: pa.Table, name: str = "x.parquet", **options: Any) -> InputFile:
-    pq.write_table(table, folder / name, **options)
-    return expand([str(folder / name)], {})[0]
-
-
-def chunks(
-    file: InputFile,
-    format: str = "",
-    *,
-    columns: list[str] | None = None,
-    shard_rows: int | None = None,
-    done: dict[int, ShardRange | None] | None = None,
-) -> list[Chunk]:
-    format = format or detect(file, "auto", {})
-    return list(read_shards(file, format, columns=columns, shard_rows=shard_rows, done=done or {}, storage_options={}))
-
-
-def rows(file: InputFile, format: str = "", **options: Any) -> list[Row]:
-    return [row for chunk in chunks(file, format, **options) for row in chunk.rows]
-
-
-def values(file: InputFile, format: str = "", **options: Any) -> list[dict[str, Any] | None]:
-    return [row.values for row in rows(file, format, **options)]
-
-
-def ranges(file: InputFile, **options: Any) -> list[ShardRange]:
-    return [chunk.end for chunk in chunks(file, **options) if chunk.end is not None]
 
 
 def only(folder: Path, line: bytes | str) -> Row:
@@ -103,7 +66,7 @@ def test_bom_crlf_blank_lines_and_no_last_newline(tmp_path: Path) -> None:
         assert all(row.error is None for row in read)
 
 
-@pytest.mark.parametrize("size", [5 << 20, sources.BLOCK_BYTES - 13, sources.BLOCK_BYTES - 12])
+@pytest.mark.parametrize("size", [5 << 20, lines.BLOCK_BYTES - 13, lines.BLOCK_BYTES - 12])
 def test_one_huge_line(tmp_path: Path, size: int) -> None:
     """Case A3."""
     long = "x" * size
@@ -118,7 +81,7 @@ def test_lines_across_blocks_keep_their_bytes(tmp_path: Path, monkeypatch: pytes
     wanted = [{"n": i} for i in range(60)]
     file = put(tmp_path, data)
     for size in (1, 2, 3, 7, 8, 9, 64):
-        monkeypatch.setattr(sources, "BLOCK_BYTES", size)
+        monkeypatch.setattr(lines, "BLOCK_BYTES", size)
         assert values(file) == wanted
         for place in ranges(file, shard_rows=7):
             piece = data[place.byte_start : place.byte_end].removeprefix(b"\xef\xbb\xbf")
@@ -127,7 +90,7 @@ def test_lines_across_blocks_keep_their_bytes(tmp_path: Path, monkeypatch: pytes
 
 
 def test_an_overlong_line_is_passed_over_without_being_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 1 << 20)
     path = tmp_path / "x.jsonl"
     with open(path, "wb") as out:
         out.write(GOOD + b'{"prompt":"')
@@ -183,6 +146,49 @@ def test_surrogates(tmp_path: Path) -> None:
     row = only(tmp_path, r'{"id":"a","\ud83d":1}')
     assert row.error is not None and row.error.code == "invalid_unicode"
     assert row.values == {"id": "a"}
+
+
+def test_replacing_what_is_no_unicode_and_reading_nan_as_null() -> None:
+    line = b'{"a":"x\\ud83d\xff","\\ude00":[{"b":"\\ud83d\\ude00"}],"n":[NaN,-Infinity],"s":"NaN"}'
+    wanted = {"a": "x\ufffd\ufffd", "\ufffd": [{"b": "\U0001f600"}], "n": [None, None], "s": "NaN"}
+    assert jsonline.parse(line, replace_unicode=True, nan_as_null=True) == (wanted, None)
+    values, problem = jsonline.parse(line, replace_unicode=True)
+    assert values == wanted and problem is not None and problem[0] == "invalid_json"
+    values, problem = jsonline.parse(line, nan_as_null=True)
+    assert problem is not None and problem[0] == "invalid_unicode" and values is not None and values["a"] is None
+    assert jsonline.parse(b'{"n":1e999}', nan_as_null=True)[1] is not None
+
+
+@pytest.mark.parametrize(
+    ("path", "wanted"),
+    [
+        ("in/x.jsonl", {}),
+        ("in/a=1/b=2/x=3.jsonl", {"a": "1", "b": "2"}),
+        ("a=1/a=2/x", {"a": "2"}),
+        ("in/a=/=b/c/x", {"a": ""}),
+        ("in/a%20b=c%2Fd/x", {"a b": "c/d"}),
+        ("in/a=__HIVE_DEFAULT_PARTITION__/x", {"a": None}),
+        ("in/a=b=c/x", {"a": "b=c"}),
+        ("s3://bucket/day=1/x.parquet", {"day": "1"}),
+        ("zip://day=1/x.csv::s3://bucket/month=2/x.zip", {"day": "1"}),
+        ("https://host/day=1/x.csv?q=a/b=c/d", {"day": "1"}),
+    ],
+)
+def test_columns_that_folders_give(path: str, wanted: dict[str, str | None]) -> None:
+    assert partitions(path) == wanted
+
+
+def test_a_folders_column_gives_way_to_the_files_own(tmp_path: Path) -> None:
+    table = pa.table({"n": [1, 2], "own": ["x", None]})
+    file = put_table(tmp_path, table, "own=f/day=1/x.parquet")
+    assert values(file) == [{"n": 1, "own": "x", "day": "1"}, {"n": 2, "own": None, "day": "1"}]
+    assert schema(file, "parquet", {}) == table.schema.append(pa.field("day", pa.string()))
+    (chunk,) = chunks(file, columns=["day", "own"])
+    assert chunk.batch is not None and chunk.batch.to_pylist() == [{"day": "1", "own": "x"}, {"day": "1", "own": None}]
+    assert values(file, columns=["day"], where="day == '1' and own is None") == [{"day": "1"}]
+    assert values(file, where="day == '2'") == []
+    lines = put(tmp_path, b'{"n":1}\n{"day":2}\nbad\n', "day=1/x.jsonl")
+    assert values(lines) == [{"n": 1, "day": "1"}, {"day": 2}, None]
 
 
 @pytest.mark.parametrize("bad", [b"\xff", b"caf\xe9", b"\xed\xa0\xbd", b"\xc3", b"\xc0\xaf"])
@@ -341,7 +347,6 @@ def test_a_cut_compressed_file_is_never_complete(tmp_path: Path, pack: Any) -> N
         (b"\x04\x22\x4d\x18d", "lz4"),
         (b"ORC\x00", "ORC is not supported yet"),
         (b"Obj\x01\x04", "Avro is not supported yet"),
-        (b"ARROW1\x00\x00", "Arrow IPC is not supported yet"),
         (b"\xff\xfe{\x00", "UTF-16"),
         (gzip.compress(b"BZh91AY&SY"), "inside gzip: bzip2"),
         (gzip.compress(gzip.compress(GOOD)), "compressed twice"),
@@ -387,8 +392,9 @@ def test_detect_by_bytes_then_suffix(tmp_path: Path) -> None:
 
     assert found(parquet.getvalue(), "x.jsonl") == "parquet"
     assert found(parquet.getvalue(), "x", "parquet") == "parquet"
-    for name in ("x.jsonl", "x", "x.txt", "x.json", "x.jsonl.gz"):
+    for name in ("x.jsonl", "x", "x.txt", "x.csv", "x.json", "x.jsonl.gz"):
         assert found(GOOD, name) == "jsonl"
+    for name in ("x.jsonl", "x", "x.json", "x.jsonl.gz"):
         assert found(b"", name) == "jsonl"
     assert found(b"not JSON\n" + GOOD, "x.jsonl") == "jsonl"
     assert found(b"not JSON\n" + GOOD, "x.dat", "jsonl") == "jsonl"
@@ -398,7 +404,7 @@ def test_detect_by_bytes_then_suffix(tmp_path: Path) -> None:
         (GOOD, "x.parquet", "auto", "not a Parquet file"),
         (GOOD, "x.jsonl", "parquet", "not a Parquet file"),
         (b"", "x.parquet", "auto", "is empty"),
-        (b"id,prompt\n1,x\n", "x.csv", "auto", "line 1 begins with 'id,prompt'"),
+        (b"id,prompt\n1,x\n", "x.dat", "auto", "line 1 begins with 'id,prompt'"),
         (b"\x00\x01\x02", "x", "auto", "neither Parquet nor JSON Lines"),
         (b'{\n  "id": 1\n}\n', "x.jsonl", "auto", "laid out over several lines"),
     ):
@@ -626,8 +632,8 @@ def test_chunk_and_shard_bounds(tmp_path: Path) -> None:
 
 
 def test_shards_end_by_bytes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "SHARD_BYTES", 10_000)
-    monkeypatch.setattr(sources, "CHUNK_BYTES", 2_500)
+    monkeypatch.setattr(row_limits, "SHARD_BYTES", 10_000)
+    monkeypatch.setattr(lines, "CHUNK_BYTES", 2_500)
     line = b'{"x":"' + b"y" * 991 + b'"}\n'
     assert len(line) == 1000
     file = put(tmp_path, line * 25)
@@ -666,14 +672,33 @@ def test_an_empty_file_gives_one_final_chunk(tmp_path: Path) -> None:
 
 def numbered(kind: str, folder: Path, count: int, blanks: bool) -> InputFile:
     lines = b"".join(b'{"n":%d}\n%s' % (i, b"\n" if blanks and i % 3 == 1 else b"") for i in range(count))
+    table = pa.table({"n": pa.array(range(count), pa.int64())})
     if kind == "parquet":
-        return put_table(folder, pa.table({"n": pa.array(range(count), pa.int64())}), row_group_size=4)
+        return put_table(folder, table, row_group_size=4)
+    if kind.startswith("arrow"):
+        return put(folder, arrow(table, stream=kind == "arrow stream", batch_rows=4), "x.arrow")
+    text = b"".join(b'"%d\n"%s' % (i, b"\r\n\n" if blanks and i % 3 == 1 else b"\n") for i in range(count))
+    if kind.startswith("csv"):
+        data = b"\xef\xbb\xbfn\n\n" + text
+        return put(folder, gzip.compress(data) if kind == "csv gzip" else data, "x.csv")
+    if kind == "text":
+        return put(folder, b"".join(b"%d\n" % i if i % 4 else b"\n" for i in range(count)), "x.txt")
     return put(folder, {"plain": lines, "gzip": gzip.compress(lines), "zstd": zstd(lines)}[kind])
 
 
-@settings(max_examples=150, deadline=None)
+def arrow(table: pa.Table, stream: bool, batch_rows: int) -> bytes:
+    sink = pa.BufferOutputStream()
+    with (pa.ipc.new_stream if stream else pa.ipc.new_file)(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=batch_rows)
+    return sink.getvalue().to_pybytes()
+
+
+KINDS = ["plain", "gzip", "zstd", "parquet", "arrow file", "arrow stream", "csv", "csv gzip", "text"]
+
+
+@settings(max_examples=250, deadline=None)
 @given(
-    kind=st.sampled_from(["plain", "gzip", "zstd", "parquet"]),
+    kind=st.sampled_from(KINDS),
     count=st.integers(0, 22),
     shard_rows=st.integers(1, 8),
     blanks=st.booleans(),
@@ -684,6 +709,7 @@ def test_resuming_with_any_shards_done_gives_the_other_rows(
 ) -> None:
     file = numbered(kind, tmp_path_factory.getbasetemp(), count, blanks)
     everything = chunks(file, shard_rows=shard_rows)
+    assert [row.number for chunk in everything for row in chunk.rows] == list(range(count))
     places = {chunk.end.shard: chunk.end for chunk in everything if chunk.end is not None}
     done: dict[int, ShardRange | None] = {}
     for shard, place in places.items():
@@ -700,8 +726,30 @@ def test_resuming_with_any_shards_done_gives_the_other_rows(
         assert resumed[-1] == Chunk(len(places), [], None, True)
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    kind=st.sampled_from([kind for kind in KINDS if kind != "text"]),
+    count=st.integers(0, 22),
+    shard_rows=st.integers(1, 8),
+    low=st.integers(-1, 22),
+    high=st.integers(0, 23),
+)
+def test_a_filter_leaves_shards_as_they_are(
+    tmp_path_factory: pytest.TempPathFactory, kind: str, count: int, shard_rows: int, low: int, high: int
+) -> None:
+    file = numbered(kind, tmp_path_factory.getbasetemp(), count, blanks=False)
+    plain = chunks(file, shard_rows=shard_rows)
+    found = chunks(file, shard_rows=shard_rows, where=f"int(n) >= {low} and int(n) < {high} and not int(n) == 5")
+    assert [chunk.end for chunk in found if chunk.end] == [chunk.end for chunk in plain if chunk.end]
+    wanted = [row for chunk in plain for row in chunk.rows if low <= row.number < high and row.number != 5]
+    assert [row for chunk in found for row in chunk.rows] == wanted
+    assert [chunk.last for chunk in found] == [False] * (len(found) - 1) + [True]
+    batches = [(chunk.batch, chunk.rows) for chunk in found if chunk.batch is not None]
+    assert all(batch.to_pylist() == [row.values for row in rows] for batch, rows in batches)
+
+
 def test_done_shards_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(lines, "BLOCK_BYTES", 64)
     data = b"".join(b'{"n":%4d}\n' % i for i in range(100))
     places = ranges(put(tmp_path, data), shard_rows=10)
     spoilt = b"!" * places[8].byte_end + data[places[8].byte_end :]
@@ -776,6 +824,7 @@ def test_a_failing_disk_is_not_a_damaged_file(tmp_path: Path, monkeypatch: pytes
                 raise OSError(5, "Input/output error")
             return super().read(size)
 
-    monkeypatch.setattr(sources, "open_input", lambda path, options: Failing(path))
+    monkeypatch.setattr(storage.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(LocalDisk, "open", lambda self, path: storage.Opened(Failing(path), file.size, None))
     with pytest.raises(StorageError, match=r"x\..*Input/output error"):
         chunks(file)

@@ -55,7 +55,7 @@ def test_a_minimal_job_has_the_documented_defaults(tmp_path: Path) -> None:
     assert (loaded.output.format, loaded.output.shard_rows) == ("parquet", "auto")
     assert (loaded.prompt.chat, loaded.prompt.special_tokens_in_content) == ("auto", "literal")
     assert loaded.checkpoint.interval == 60.0
-    assert (loaded.errors.max_failed, loaded.errors.retries) == (0.01, 2)
+    assert (loaded.errors.max_failed, loaded.errors.retries) == (0.01, 5)
     assert loaded.structured is None
     params = loaded.sampling.params()
     assert (params.max_tokens, params.temperature, params.top_k, params.n, params.stop) == (16, 0.0, None, 1, ())
@@ -307,8 +307,6 @@ REFUSED: dict[str, list[Any]] = {
     "task": ["score", "embed"],
     "model.quantization": ["int8"],
     "model.storage_options": [{"key": "x"}],
-    "input.format": ["csv", "arrow", "text"],
-    "input.where": ["a > 1"],
     "sampling.max_tokens": [0],
     "sampling.repetition_penalty": [1.1],
     "sampling.presence_penalty": [0.5],

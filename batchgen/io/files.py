@@ -13,6 +13,7 @@ from batchgen.errors import DataError, NoInputError, PermissionDenied, StorageEr
 from batchgen.io.storage import Entry, SteadyFile, bucket_missing, local_path, naming
 from batchgen.io.stores import open_disk
 
+READ_RETRIES = 5  # of a read that fails in a way that may pass
 TABLE_MARKERS = {"_delta_log": "Delta Lake", ".hoodie": "Hudi"}  # a folder of this name makes its parent a table
 OUTPUT, ERRORS, BATCH = COPIES = ("output.jsonl", "errors.jsonl", "batch.json")  # what a run folder's parts hold, too
 
@@ -28,7 +29,7 @@ class InputFile:
     etag: str | None
 
 
-def open_input(path: str, storage_options: Mapping[str, Any], retries: int = 0) -> BinaryIO:
+def open_input(path: str, storage_options: Mapping[str, Any], retries: int = READ_RETRIES) -> BinaryIO:
     """The raw bytes of one input file, seekable. A read that fails goes on where it was, `retries` times."""
     disk, at = open_disk(path, storage_options), local_path(path) or path
     return cast(BinaryIO, SteadyFile(path, lambda: disk.open(at), retries))

@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 
 SPACED_COLON = re.compile(rb'"[ \t\r]+:')
+UNPAIRED = re.compile("[\ud800-\udfff]")
 JSON_KINDS = {
     list: "an array",
     str: "a string",
@@ -25,13 +26,18 @@ def utf8(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def parse(data: bytes) -> tuple[dict[str, Any] | None, tuple[str, str] | None]:
+def parse(
+    data: bytes, *, replace_unicode: bool = False, nan_as_null: bool = False
+) -> tuple[dict[str, Any] | None, tuple[str, str] | None]:
     """The object in a line, and (code, message) of what is wrong with it, if anything is.
 
-    Where something is wrong the object is what can be read all the same (what cannot is None), or None.
+    Where something is wrong the object is what can be read all the same (what cannot is None), or None. What is no
+    Unicode text becomes U+FFFD with `replace_unicode`, and NaN and Infinity are null with `nan_as_null`.
     """
     values = parse_fast(data)
-    return parse_strict(data) if values is None else (values, None)
+    if values is None:
+        return parse_strict(data, replace_unicode=replace_unicode, nan_as_null=nan_as_null)
+    return values, None
 
 
 def parse_fast(data: bytes) -> dict[str, Any] | None:
@@ -69,8 +75,10 @@ def parse_fast(data: bytes) -> dict[str, Any] | None:
     return value
 
 
-def parse_strict(data: bytes) -> tuple[dict[str, Any] | None, tuple[str, str] | None]:
-    """What can be read of a line, and (code, message) of what is wrong with it, if anything is."""
+def parse_strict(
+    data: bytes, *, replace_unicode: bool = False, nan_as_null: bool = False
+) -> tuple[dict[str, Any] | None, tuple[str, str] | None]:
+    """`parse` without its fast way."""
     problems: list[tuple[str, str]] = []
 
     def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -84,7 +92,8 @@ def parse_strict(data: bytes) -> tuple[dict[str, Any] | None, tuple[str, str] | 
         return found
 
     def constant(name: str) -> None:
-        problems.append(("invalid_json", f"{name} is not a JSON value; use null"))
+        if not nan_as_null:
+            problems.append(("invalid_json", f"{name} is not a JSON value; use null"))
 
     def real(text: str) -> float | None:
         value = float(text)
@@ -94,9 +103,11 @@ def parse_strict(data: bytes) -> tuple[dict[str, Any] | None, tuple[str, str] | 
         return value
 
     # Bytes that are not UTF-8 become unpaired surrogates, which are looked for below in any case.
-    text = data.decode("utf-8", "surrogateescape")
+    text = data.decode("utf-8", "replace" if replace_unicode else "surrogateescape")
     try:
         value = json.loads(text, object_pairs_hook=members, parse_constant=constant, parse_float=real)
+        if replace_unicode:
+            value = replaced(value)
         unpaired = _drop_unpaired(value) if isinstance(value, dict) else None
     except _DuplicateKey as error:
         return None, ("invalid_json", f"the key {error.args[0]!a} occurs twice in one object")
@@ -113,6 +124,17 @@ def parse_strict(data: bytes) -> tuple[dict[str, Any] | None, tuple[str, str] | 
     if unpaired:
         problems.insert(0, ("invalid_unicode", unpaired))
     return value, problems[0] if problems else None
+
+
+def replaced(value: Any) -> Any:
+    """A JSON value with U+FFFD for every unpaired surrogate in its texts."""
+    if isinstance(value, str):
+        return UNPAIRED.sub("\ufffd", value)
+    if isinstance(value, list):
+        return [replaced(item) for item in value]
+    if isinstance(value, dict):
+        return {replaced(key): replaced(item) for key, item in value.items()}
+    return value
 
 
 class _DuplicateKey(Exception):
