@@ -163,6 +163,25 @@ def test_a_success_that_a_sleeper_wrote_meanwhile_does_not_stay(tmp_path, model_
     assert rows_of(store) == rows and counters_of(store) == counters and verify(store).ok
 
 
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "openai"])
+@pytest.mark.parametrize("to", [None, "new"])
+def test_of_a_run_with_a_filter(tmp_path, model_folder, kind, to):
+    """Its parts lack rows of their shards; the third shard has none."""
+    gone = ["k2", "k4", *(f"k{row}" for row in range(12, 18)), "k19"]
+    more = {"output__format": kind, "input__where": f"key not in ({', '.join(map(repr, gone))})"}
+    rows, counters = perfect(tmp_path, model_folder, **more)
+    assert counters["rows"] == 13
+    a_job = job_of(tmp_path, **more)
+    start(a_job, model_folder, FlakyEngine(FAILS))
+    engine = FlakyEngine()
+    end = store_of(a_job) if to is None else Store(str(tmp_path / to))
+    assert again(a_job, model_folder, engine, to=None if to is None else end.url)["retried"] == 4
+    assert engine.ran == {3, 5, 6, 20}
+    assert rows_of(end) == rows and counters_of(end) == counters
+    found = verify(end)
+    assert found.ok and not found.problems
+
+
 def test_workers_of_other_slots_are_fenced(tmp_path, model_folder):
     a_job = job_of(tmp_path)
     start(a_job, model_folder, FlakyEngine(FAILS))
