@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from batchgen import __version__, ledger
 from batchgen.carry import InputFields, input_fields
+from batchgen.damage import finish_repair
 from batchgen.errors import ConfigError, Interrupted, NoInputError, StorageError
 from batchgen.feeder import Feeder
 from batchgen.io import answers, sinks, sources
@@ -168,6 +169,8 @@ class _Start:
 
     def run(self) -> dict[str, Any]:
         spec, store, overwrite = self._spec, self.store, self._options.overwrite
+        if not overwrite:
+            finish_repair(store, {"version": __version__})
         record = None if overwrite else ledger.read_job(store)
         success = None if overwrite else ledger.read_success(store)
         try:

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from batchgen import __version__, job
+from batchgen.damage import carry_out, plan
 from batchgen.errors import ConfigError
 from batchgen.exclusive import alone
 from batchgen.io.stores import Store
 from batchgen.jobrecord import check_same, digest_of, read_job
 from batchgen.lease import DEAD_AFTER_SECONDS
 from batchgen.loop import ModelLike
-from batchgen.runfolder import SUCCESS, put_new
 from batchgen.spec import JobSpec
-from batchgen.verify import Findings, Problem, verify
+from batchgen.verify import Findings, verify
 
 logger = logging.getLogger(__name__)
-
-ASIDE = "_batchgen/aside/"  # whole parts that were out of place
 
 
 def repair(
@@ -46,35 +43,11 @@ def repair(
     _refuse_other_job(spec, store, found, model_opener)
     with alone(store, {"version": __version__}, dead_after) as heart:
         heart.check()
-        if store.exists(SUCCESS):  # first: it must never say that what is damaged is complete
-            store.delete(SUCCESS)
-        taken = []
-        for problem in found.problems:
-            heart.check()
-            if problem.file != SUCCESS and problem.cure is not None and _take_away(store, problem):
-                taken.append(problem.file)
+        plan(store, found.problems)
+        taken = carry_out(store, heart.check)
     logger.info("%d files are taken away; running the job to make them anew", len(taken))
     summary = job.run(spec, model_opener=model_opener, store_opener=store_opener)
     return {**summary, "repaired": taken}
-
-
-def _take_away(store: Store, problem: Problem) -> bool:
-    """Delete a file that is no good, or put it aside; False where it is not what was looked at any more."""
-    name = problem.file
-    version = store.version(name)
-    if version is None:
-        return False
-    if problem.version is not None and version != problem.version:
-        logger.warning("%s has changed since it was looked at; it is left as it is", store.path(name))
-        return False
-    if problem.cure == "aside":
-        data = store.read(name)
-        if not put_new(store, ASIDE + name, data):  # one of this name is there already
-            put_new(store, f"{ASIDE}{hashlib.sha256(data).hexdigest()[:16]}-{name}", data)
-        if store.version(name) != version:
-            return False
-    store.delete(name)
-    return True
 
 
 def _refuse_other_job(

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from batchgen import __version__, job, ledger, runfolder
 from batchgen.carry import input_fields
+from batchgen.damage import finish_repair
 from batchgen.errors import ConfigError, DataError, Interrupted, NoInputError, StorageError, UsageError
 from batchgen.exclusive import alone, refuse_company
 from batchgen.feeder import Feeder
@@ -99,6 +100,7 @@ class _Retry:
 
     def run(self) -> dict[str, Any]:
         spec, store, target = self._spec, self._store, self._target
+        finish_repair(store, {"version": __version__}, self._dead_after)
         record = ledger.read_job(store)
         if record is None:
             raise NoInputError(f"{store.url}: no run in this folder; `batchgen run` begins one")
