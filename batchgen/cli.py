@@ -154,6 +154,7 @@ def cli() -> None:
 @click.option(
     "--limit", type=click.IntRange(1), help="Only the first LIMIT input rows, for a trial; never marked complete."
 )
+@click.option("--extend", is_flag=True, help="Take new input files into the run in the output folder, finished or not.")
 @click.option("--must-be-new", is_flag=True, help="Refuse an output folder that holds a run.")
 @click.option("--overwrite", is_flag=True, help="Delete the run in the output folder, then start afresh.")
 @click.option("--yes", is_flag=True, help="Do not ask before --overwrite deletes.")
@@ -171,6 +172,7 @@ def run(
     params: dict[str, str],
     overrides: tuple[str, ...],
     limit: int | None,
+    extend: bool,
     must_be_new: bool,
     overwrite: bool,
     yes: bool,
@@ -184,6 +186,8 @@ def run(
     """
     if must_be_new and overwrite:
         raise click.UsageError("--must-be-new and --overwrite contradict each other")
+    if extend and (must_be_new or overwrite):
+        raise click.UsageError("--extend goes on with a run; it contradicts --must-be-new and --overwrite")
     if yes and not overwrite:
         raise click.UsageError("--yes answers the question of --overwrite, which is not given")
     spec = _load(job, params, overrides)
@@ -196,6 +200,7 @@ def run(
 
         options = jobs.RunOptions(
             limit=limit,
+            extend=extend,
             must_be_new=must_be_new,
             overwrite=overwrite,
             max_runtime=max_runtime,

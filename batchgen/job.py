@@ -49,6 +49,7 @@ class RunOptions:
     limit: int | None = None
     must_be_new: bool = False
     overwrite: bool = False
+    extend: bool = False  # take new input files into the run
     max_runtime: float | None = None
     max_output_tokens: int | None = None
     spot: Kind | None = None  # whose notices of interruption are watched
@@ -174,24 +175,23 @@ class _Start:
         record = None if overwrite else ledger.read_job(store)
         success = None if overwrite else ledger.read_success(store)
         try:
-            files = expand(spec.input.path, spec.input.storage_options, allow_empty=spec.input.allow_empty)
+            files, prove = input_files(spec, None if overwrite else store)
         except NoInputError:
             if success is None:
                 raise
             logger.warning("%s: the input of this finished run is gone; it was not compared", store.url)
-            files = []
-        listed = [asdict(file) for file in files]
+            files, prove = [], None
         refuse_mixed_folders(spec, files, store)
-
-        def prove(number: int) -> str:
-            return sources.content_proof(files[number], spec.input.storage_options)
-
+        listed = [asdict(file) for file in files]
         if success is not None:
             if self._options.must_be_new:
                 raise ConfigError(f"{store.url}: --must-be-new, but this folder holds a finished run")
             same_model = record is not None and record["spec"]["model"] == spec.to_json()["model"]
             now = fingerprint(spec, None if same_model else self._model_opener(pinned(spec, record)))
-            ledger.check_same(store, fingerprint=now, inputs=listed or None, prove=prove)
+            extend = self._options.extend
+            if not ledger.check_same(store, fingerprint=now, inputs=listed or None, prove=prove, extend=extend):
+                success = None
+        if success is not None:
             there = set(store.list(recursive=False))
             if gone := [part["name"] for part in success["parts"] if part["name"] not in there]:
                 raise StorageError(
@@ -217,6 +217,7 @@ class _Start:
                 prove=prove,
                 shape=shape(spec),
                 must_be_new=self._options.must_be_new,
+                extend=self._options.extend,
                 info={"version": __version__, "device": model.device},
             )
             stack.callback(book.close)
@@ -311,13 +312,18 @@ class _Start:
         return summary
 
 
-def input_files(spec: JobSpec, store: Store) -> tuple[list[InputFile], Callable[[int], str]]:
-    """The job's input files, numbered as the run in the folder numbers them, and what proves the content of one."""
-    found = expand(spec.input.path, spec.input.storage_options, allow_empty=spec.input.allow_empty)
+def input_files(spec: JobSpec, store: Store | None) -> tuple[list[InputFile], Callable[[int], str] | None]:
+    """The job's input files, numbered as the run in `store` numbers them, and what proves the content of one."""
     options = spec.input.storage_options
-    order = ledger.arrange(store, [asdict(file) for file in found], lambda i: sources.content_proof(found[i], options))
-    files = [replace(found[i], number=number) for number, i in enumerate(order)]
-    return files, lambda number: sources.content_proof(files[number], options)
+    files = expand(spec.input.path, options, allow_empty=spec.input.allow_empty)
+
+    def prove(number: int) -> str:
+        return sources.content_proof(files[number], options)
+
+    if store is not None:  # new files may sort between those that the run has numbered
+        order = ledger.arrange(store, [asdict(file) for file in files], prove)
+        files = [replace(files[i], number=number) for number, i in enumerate(order)]
+    return files, prove
 
 
 def refuse_mixed_folders(spec: JobSpec, files: Sequence[InputFile], store: Store) -> None:

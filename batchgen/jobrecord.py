@@ -196,7 +196,7 @@ def digest_of(
     fingerprint: Mapping[str, Any],
     shape: Mapping[str, Any],
     inputs: Sequence[Mapping[str, Any]],
-    prove: Callable[[int], str],
+    prove: Callable[[int], str] | None,
 ) -> str:
     """The digest of a run of this job, made without the records of the run that may be damaged."""
     later = read_lists(store)[1]

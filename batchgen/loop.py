@@ -142,11 +142,11 @@ class Loop:
             raise
         except Interrupted as error:
             if error.reason in ("feeder", "stalled"):
-                self._ledger.checkpoint(self._engine.snapshot())
+                self._ledger.checkpoint(self._engine.snapshot(), last=True)
             raise
         except Exception:
             with contextlib.suppress(BatchgenError):  # what failed first is what is to be told
-                self._ledger.checkpoint(self._engine.snapshot())
+                self._ledger.checkpoint(self._engine.snapshot(), last=True)
             raise
 
     def _run(self) -> None:
@@ -299,7 +299,7 @@ class Loop:
 
     def _drain(self, reason: str, why: str) -> None:
         self._show_progress()
-        self._checkpoint()
+        self._ledger.checkpoint(self._engine.snapshot(), last=True)
         rows = f"{self._meter.rows_done:,} rows are finished"
         raise Interrupted(f"{why}: progress is saved, {rows}; run the same command again to go on", reason=reason)
 

@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 
 from batchgen.carry import InputFields
 from batchgen.collector import OpenShard, results_of
+from batchgen.errors import StorageError
 from batchgen.feeder_child import carried_again
 from batchgen.io import sinks
 from batchgen.io.files import InputFile
@@ -18,7 +19,7 @@ from batchgen.ledger import Ledger, Written
 from batchgen.runfolder import Counters
 from batchgen.spec import JobSpec
 from batchgen.tokenizer import Tokenizer
-from batchgen.types import ShardRange
+from batchgen.types import Completion, ShardRange
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,14 @@ class PartWriter:
         """
         assert shard.end is not None
         end, output = shard.end, self._spec.output
+        saved: Mapping[tuple[int, int], Completion] = {}
+        if shard.dropped:
+            try:
+                saved = self._ledger.read_back(end, pieces)
+            except StorageError:
+                if (standing := self._ledger.standing(end)) is None:
+                    raise
+                return Built(standing.proof.counters, standing)
         carried: list[pa.RecordBatch] = []
         if shard.dropped and self._fields.columns:
             file, kind = self._files[end.file], self._formats[end.file]
@@ -63,7 +72,7 @@ class PartWriter:
             shard,
             self._tokenizer,
             skip_special=output.skip_special_tokens,
-            saved=self._ledger.read_back(end, pieces) if shard.dropped else {},
+            saved=saved,
             carried=carried,
         )
         counters = results.counters()

@@ -114,6 +114,7 @@ def test_run_prints_the_summary_as_one_json_line(call: Any, jobs: Any, job: Path
     assert spec.name == "reviews"
     assert options == {
         "limit": None,
+        "extend": False,
         "must_be_new": False,
         "overwrite": False,
         "max_runtime": None,
@@ -132,6 +133,7 @@ def test_run_hands_its_options_on(call: Any, jobs: Any, job: Path) -> None:
     assert (spec.checkpoint.interval, spec.sampling.temperature) == (300.0, 0.5)
     assert options == {
         "limit": 5,
+        "extend": False,
         "must_be_new": False,
         "overwrite": True,
         "max_runtime": 5400.0,

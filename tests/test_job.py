@@ -551,3 +551,27 @@ def wait_for(condition: Callable[[], object], seconds: float = 10.0) -> object:
             return value
         time.sleep(0.02)
     raise AssertionError("waited in vain")
+
+
+def test_new_files_extend_a_finished_run(tmp_path: Path, model_folder: Path) -> None:
+    """F1: new rows come in new files, with --extend; inserted rows are refused with the difference."""
+    inputs = tmp_path / "in"
+    write_rows(inputs, 20, "b.parquet")
+    a_job = job_of(tmp_path, inputs)
+    start(a_job, FakeModel(model_folder))
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").glob("part-*")}
+    write_rows(inputs, 30, "a.parquet", start=100)  # sorts before the file that the run has
+    with pytest.raises(ConfigError, match=r"added: .*a\.parquet(.|\n)*--extend"):
+        start(a_job, FakeModel(model_folder))
+    summary = start(a_job, FakeModel(model_folder), job.RunOptions(extend=True))
+    assert summary["rows"] == 50 and summary["complete"]
+    assert {name: (tmp_path / "out" / name).read_bytes() for name in before} == before
+    keys = [row["id"] for row in results(a_job)]
+    assert keys == [f"k{i}" for i in [*range(20), *range(100, 130)]]
+    stand = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    for options in (job.RunOptions(), job.RunOptions(extend=True)):
+        assert start(a_job, FakeModel(model_folder), options)["rows"] == 50
+    assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()} == stand
+    write_rows(inputs, 23, "b.parquet", start=-3)  # three rows more at the top
+    with pytest.raises(ConfigError, match=r"changed: .*b\.parquet"):
+        start(a_job, FakeModel(model_folder), job.RunOptions(extend=True))
