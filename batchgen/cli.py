@@ -16,6 +16,7 @@ from batchgen.errors import BatchgenError, ExitCode, Interrupted, NoInputError, 
 
 # Every command imports what it needs when it runs: `--help`, `validate` and `status` answer at once.
 if TYPE_CHECKING:
+    from batchgen.io.stores import Store
     from batchgen.ledger import RunStatus
     from batchgen.spec import JobSpec
 
@@ -193,7 +194,8 @@ def run(
     if overwrite and not yes:
         _confirm(f"Delete the run in {spec.output.path}?")
     _show_logs()
-    try:
+
+    def start() -> dict[str, Any]:
         from batchgen import job as jobs
 
         options = jobs.RunOptions(
@@ -205,7 +207,15 @@ def run(
             max_output_tokens=max_output_tokens,
             spot=spot,
         )
-        _print_json(jobs.run(spec, options))
+        return jobs.run(spec, options)
+
+    _print_json(_to_its_end(start))
+
+
+def _to_its_end(start: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a start of a run returns; when it is interrupted, programs are told why."""
+    try:
+        return start()
     except KeyboardInterrupt:
         raise _interrupted(Interrupted("stopped from the keyboard; run the same command again", "signal")) from None
     except Interrupted as error:
@@ -278,24 +288,33 @@ def validate(job: str, params: dict[str, str], overrides: tuple[str, ...]) -> No
 @click.option("--json", "as_json", is_flag=True, help="One JSON line.")
 def status(job: str, params: dict[str, str], overrides: tuple[str, ...], as_json: bool) -> None:
     """Show how far a run is. JOB is its job file or its output folder."""
-    from batchgen.io.storage import local_path
-    from batchgen.io.stores import Store
     from batchgen.ledger import peek
 
-    if os.path.isfile(job) or job.endswith((".yaml", ".yml")):
-        output = _load(job, params, overrides).output
-        store = Store(output.path, output.storage_options)
-    elif params or overrides:
-        raise click.UsageError(f"--param and --set go with a job file, {job} is a folder")
-    else:
-        if not os.path.isdir(local_path(job) or "/"):
-            raise NoInputError(f"{job}: no such folder or job file")
-        store = Store(job)
+    store = _run_folder(job, params, overrides)
     found = peek(store)
     if as_json:
         _print_json(found)
     else:
         _print(_status_table(found, store.url))
+
+
+def _is_job_file(job: str) -> bool:
+    return os.path.isfile(job) or job.endswith((".yaml", ".yml"))
+
+
+def _run_folder(job: str, params: Mapping[str, str], overrides: Sequence[str]) -> Store:
+    """The run folder that a job file names, or the folder itself."""
+    from batchgen.io.storage import local_path
+    from batchgen.io.stores import Store
+
+    if _is_job_file(job):
+        output = _load(job, params, overrides).output
+        return Store(output.path, output.storage_options)
+    if params or overrides:
+        raise click.UsageError(f"--param and --set go with a job file, {job} is a folder")
+    if not os.path.isdir(local_path(job) or "/"):
+        raise NoInputError(f"{job}: no such folder or job file")
+    return Store(job)
 
 
 def _status_table(run: RunStatus, url: str) -> str:
@@ -319,6 +338,51 @@ def _status_table(run: RunStatus, url: str) -> str:
     }
     width = max(map(len, rows))
     return "\n".join([f"{run.name} in {url}", *(f"  {name:<{width}}  {value}" for name, value in rows.items())])
+
+
+@cli.command()
+@_job_options
+@click.option("--json", "as_json", is_flag=True, help="One JSON line.")
+@click.option("--repair", is_flag=True, help="Compute what is damaged anew; JOB has to be the job file.")
+def verify(job: str, params: dict[str, str], overrides: tuple[str, ...], as_json: bool, repair: bool) -> None:
+    """Read every part of a finished or running run and say what is wrong. JOB is its job file or its output folder.
+
+    Exit code 0 when all is well, 74 when something is wrong.
+    """
+    from batchgen import verify as checks
+
+    if not repair:
+        found = checks.verify(_run_folder(job, params, overrides))
+        if as_json:
+            _print_json(found.to_json())
+        else:
+            for line in checks.lines(found):
+                _print(line)
+        raise click.exceptions.Exit(ExitCode.DONE if found.ok else ExitCode.IO)
+    if not _is_job_file(job):
+        raise click.UsageError(f"--repair computes rows anew, for which it needs the job file; {job} is none")
+    spec = _load(job, params, overrides)
+    _show_logs()
+    from batchgen import repair as repairs
+
+    _print_json(_to_its_end(lambda: repairs.repair(spec)))
+
+
+@cli.command()
+@_job_options
+@click.option(
+    "--to", metavar="FOLDER", help="Leave the run as it is and write a complete one with the new results there."
+)
+def retry(job: str, params: dict[str, str], overrides: tuple[str, ...], to: str | None) -> None:
+    """Run the failed rows of a finished run again; all other results stay as they are.
+
+    The last line on standard output is the summary as JSON.
+    """
+    spec = _load(job, params, overrides)
+    _show_logs()
+    from batchgen import retry as retries
+
+    _print_json(_to_its_end(lambda: retries.retry(spec, to)))
 
 
 @cli.group()

@@ -28,7 +28,7 @@ import psutil
 from batchgen import errors
 from batchgen.carry import InputFields, input_fields
 from batchgen.errors import BatchgenError, Interrupted
-from batchgen.feeder_child import RowBatch, State, Task
+from batchgen.feeder_child import Only, RowBatch, State, Task
 from batchgen.io.files import InputFile
 from batchgen.spec import JobSpec
 from batchgen.types import ShardRange
@@ -57,7 +57,10 @@ child_main(pipe, state)
 
 
 class Feeder:
-    """Delivers all rows that are not in `done`, batch by batch, in input order. A context manager."""
+    """Delivers all rows that are not in `done`, batch by batch, in input order. A context manager.
+
+    With `only` just these rows of each shard.
+    """
 
     def __init__(
         self,
@@ -70,11 +73,12 @@ class Feeder:
         limit: int | None,
         *,
         fields: InputFields | None = None,
+        only: Only | None = None,
         stuck_seconds: float = STUCK_SECONDS,
     ) -> None:
         known = {file: dict(shards) for file, shards in done.items()}
         fields = fields or input_fields(spec, files, formats)
-        self._task = Task(spec, tuple(files), tuple(formats), model_path, max_model_len, fields, known, limit)
+        self._task = Task(spec, tuple(files), tuple(formats), model_path, max_model_len, fields, known, limit, only)
         self._stuck_seconds = stuck_seconds
         self._child: _Child | None = None
         self._finished = False

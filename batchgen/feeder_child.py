@@ -39,6 +39,9 @@ _Own = tuple[Mapping[str, Any], Call | None, SamplingParams]
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
+# Of file and shard the rows to deliver, counted within the shard's kept ones; of a shard that is missing: none.
+Only = Mapping[int, Mapping[int, npt.NDArray[np.int64]]]
+
 
 @dataclass(slots=True, eq=False)
 class RowBatch:
@@ -116,6 +119,7 @@ class Task:
     fields: InputFields
     done: dict[int, dict[int, ShardRange | None]]
     limit: int | None
+    only: Only | None = None
     resume: tuple[int, int] = (-1, 0)
     hung: frozenset[tuple[int, int]] = frozenset()
     careful: tuple[int, int] = (-1, -1)
@@ -251,7 +255,8 @@ class Worker:
         delivered = task.resume[1] if file.number == task.resume[0] else 0
         begun: tuple[int, int] | None = None  # the shard whose end is still to come, and its first row
         columns, done = self._columns(file, kind), task.done.get(file.number, {})
-        for chunk in read_chunks(task.spec, file, kind, columns, done, self.where):
+        chunks = read_chunks(task.spec, file, kind, columns, done, self.where)
+        for chunk in chunks if task.only is None else _chosen(chunks, task.only.get(file.number, {})):
             numbers = [row.number for row in chunk.rows]
             if limit is not None and chunk.shard not in done:
                 end = chunk.end.first_row + chunk.end.num_rows if chunk.end else numbers[-1] + 1 if numbers else 0
@@ -391,6 +396,19 @@ class Worker:
             raise
         except BaseException as error:  # a panic in the tokenizers library is no Exception
             return InvalidRow("internal", f"{type(error).__name__}: {error}")
+
+
+def _chosen(chunks: Iterator[sources.Chunk], wanted: Mapping[int, npt.NDArray[np.int64]]) -> Iterator[sources.Chunk]:
+    """The chunks with the wanted rows of each shard, which are counted within it."""
+    shard, count = -1, 0
+    for chunk in chunks:
+        if chunk.shard != shard:
+            shard, count = chunk.shard, 0
+        keep = np.isin(np.arange(count, count + len(chunk.rows)), wanted.get(shard, ()))
+        count += len(chunk.rows)
+        rows = [row for row, is_wanted in zip(chunk.rows, keep.tolist(), strict=True) if is_wanted]
+        batch = None if chunk.batch is None else chunk.batch.filter(pa.array(keep))
+        yield sources.Chunk(chunk.shard, rows, chunk.end, chunk.last, batch, chunk.share)
 
 
 def _from(chunk: sources.Chunk, first: int) -> sources.Chunk:

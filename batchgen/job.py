@@ -16,7 +16,8 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen import __version__, ledger
-from batchgen.carry import input_fields
+from batchgen.carry import InputFields, input_fields
+from batchgen.damage import finish_repair
 from batchgen.errors import ConfigError, Interrupted, NoInputError, StorageError
 from batchgen.feeder import Feeder
 from batchgen.io import answers, sinks, sources
@@ -114,8 +115,10 @@ class StopSignal(AbstractContextManager["StopSignal"]):
             signal.signal(number, handler)
 
 
-def fingerprint(spec: JobSpec, model: ModelLike | None = None) -> dict[str, Any]:
+def fingerprint(spec: JobSpec, model: ModelLike | None = None, columns: pa.Schema | None = None) -> dict[str, Any]:
     """What the results depend on, by section; without `model`, what the job file says of it.
+
+    `columns` are those of the results: new input files can have other types of the columns that are carried over.
 
     Where files lie is not in it: model and tokenizer count by their content, the input too (which the ledger proves).
     """
@@ -136,7 +139,28 @@ def fingerprint(spec: JobSpec, model: ModelLike | None = None) -> dict[str, Any]
             "max_model_len": model.max_model_len,
             "sampling": resolved_sampling(spec, model).model_dump(mode="json", include=set(SamplingSpec.FROM_MODEL)),
         }
+    if columns is not None:
+        sections["columns"] = {field.name: _kind(field) for field in columns}
     return sections
+
+
+def _kind(field: pa.Field) -> str:
+    return "JSON text" if field.metadata == sinks.JSON_TEXT else str(field.type)
+
+
+def shape(spec: JobSpec) -> dict[str, Any]:
+    """What the first start of a run fixes."""
+    return {"format": spec.output.format, "shard_rows": spec.output.shard_rows}
+
+
+def columns_of(spec: JobSpec, files: Sequence[InputFile]) -> tuple[list[str], InputFields, pa.Schema]:
+    """The input files' formats, the columns that are carried over from them, and the columns of the results."""
+    formats = [sources.detect(file, spec.input.format, spec.input.storage_options) for file in files]
+    fields = input_fields(spec, files, formats)
+    schema = sinks.result_schema(id_field=fields.id, carried=fields.carried, token_ids=spec.output.token_ids)
+    if spec.output.format == "openai":
+        schema = schema.with_metadata({answers.MODEL: spec.model.path})
+    return formats, fields, schema
 
 
 class _Start:
@@ -158,29 +182,24 @@ class _Start:
 
     def run(self) -> dict[str, Any]:
         spec, store, overwrite = self._spec, self.store, self._options.overwrite
+        if not overwrite:
+            finish_repair(store, {"version": __version__})
         record = None if overwrite else ledger.read_job(store)
         success = None if overwrite else ledger.read_success(store)
         try:
-            files = expand(spec.input.path, spec.input.storage_options, allow_empty=spec.input.allow_empty)
+            files, prove = input_files(spec, None if overwrite else store)
         except NoInputError:
             if success is None:
                 raise
             logger.warning("%s: the input of this finished run is gone; it was not compared", store.url)
-            files = []
-        _refuse_mixed_folders(spec, files, store)
-
-        def prove(number: int) -> str:
-            return sources.content_proof(files[number], spec.input.storage_options)
-
-        if not overwrite:  # new files may sort between those that the run has numbered
-            order = ledger.arrange(store, [asdict(file) for file in files], prove)
-            files = [replace(files[i], number=number) for number, i in enumerate(order)]
+            files, prove = [], None
+        refuse_mixed_folders(spec, files, store)
         listed = [asdict(file) for file in files]
         if success is not None:
             if self._options.must_be_new:
                 raise ConfigError(f"{store.url}: --must-be-new, but this folder holds a finished run")
             same_model = record is not None and record["spec"]["model"] == spec.to_json()["model"]
-            now = fingerprint(spec, None if same_model else self._model_opener(_pinned(spec, record)))
+            now = fingerprint(spec, None if same_model else self._model_opener(pinned(spec, record)))
             extend = self._options.extend
             if not ledger.check_same(store, fingerprint=now, inputs=listed or None, prove=prove, extend=extend):
                 success = None
@@ -193,12 +212,8 @@ class _Start:
                 )
             logger.info("%s: this run is finished already, nothing to do", store.url)
             return self._summary(success["counters"], status="done", complete=True, resumed=True)
-        formats = [sources.detect(file, spec.input.format, spec.input.storage_options) for file in files]
-        fields = input_fields(spec, files, formats)
-        schema = sinks.result_schema(id_field=fields.id, carried=fields.carried, token_ids=spec.output.token_ids)
-        if spec.output.format == "openai":
-            schema = schema.with_metadata({answers.MODEL: spec.model.path})
-        model = self._model_opener(_pinned(spec, record))
+        formats, fields, schema = columns_of(spec, files)
+        model = self._model_opener(pinned(spec, record))
         _check_stop_ids(spec, model)
         if overwrite:  # the last moment: whatever is wrong with the job has been said
             ledger.overwrite(store)
@@ -207,11 +222,10 @@ class _Start:
             book = Ledger.open(
                 store,
                 spec=spec.to_json(),
-                # new files can have other types of the columns that are carried over
-                fingerprint=fingerprint(spec, model) | {"columns": {field.name: _kind(field) for field in schema}},
+                fingerprint=fingerprint(spec, model, schema),
                 inputs=listed,
                 prove=prove,
-                shape={"format": spec.output.format, "shard_rows": spec.output.shard_rows},
+                shape=shape(spec),
                 must_be_new=self._options.must_be_new,
                 extend=self._options.extend,
                 info={"version": __version__, "device": model.device},
@@ -308,7 +322,21 @@ class _Start:
         return summary
 
 
-def _refuse_mixed_folders(spec: JobSpec, files: Sequence[InputFile], store: Store) -> None:
+def input_files(spec: JobSpec, store: Store | None) -> tuple[list[InputFile], Callable[[int], str] | None]:
+    """The job's input files, numbered as the run in `store` numbers them, and what proves the content of one."""
+    options = spec.input.storage_options
+    files = expand(spec.input.path, options, allow_empty=spec.input.allow_empty)
+
+    def prove(number: int) -> str:
+        return sources.content_proof(files[number], options)
+
+    if store is not None:  # new files may sort between those that the run has numbered
+        order = ledger.arrange(store, [asdict(file) for file in files], prove)
+        files = [replace(files[i], number=number) for number, i in enumerate(order)]
+    return files, prove
+
+
+def refuse_mixed_folders(spec: JobSpec, files: Sequence[InputFile], store: Store) -> None:
     """Results among the input would be input of the next start."""
     home = os.path.realpath(local_path(store.url) or store.url)
     for pattern in spec.input.path:
@@ -327,10 +355,6 @@ def _refuse_mixed_folders(spec: JobSpec, files: Sequence[InputFile], store: Stor
             )
 
 
-def _kind(field: pa.Field) -> str:
-    return "JSON text" if field.metadata == sinks.JSON_TEXT else str(field.type)
-
-
 def _check_stop_ids(spec: JobSpec, model: ModelLike) -> None:
     size = model.tokenizer.vocab_size
     for token_id in spec.sampling.stop_token_ids:
@@ -338,7 +362,7 @@ def _check_stop_ids(spec: JobSpec, model: ModelLike) -> None:
             raise ConfigError(f"sampling.stop_token_ids: {token_id}, but the model's ids are 0 to {size - 1}")
 
 
-def _pinned(spec: JobSpec, record: Mapping[str, Any] | None) -> JobSpec:
+def pinned(spec: JobSpec, record: Mapping[str, Any] | None) -> JobSpec:
     """With `dtype: auto`, the dtype of the first start: another machine would choose another, and other answers."""
     if record is None or spec.model.dtype != "auto":
         return spec

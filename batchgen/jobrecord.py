@@ -190,6 +190,28 @@ def _digest(job: Mapping[str, Any], files: Sequence[Mapping[str, Any]]) -> str:
     return hashlib.sha256(orjson.dumps(content, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
+def digest_of(
+    store: Store,
+    *,
+    fingerprint: Mapping[str, Any],
+    shape: Mapping[str, Any],
+    inputs: Sequence[Mapping[str, Any]],
+    prove: Callable[[int], str] | None,
+) -> str:
+    """The digest of a run of this job, made without the records of the run that may be damaged."""
+    later = read_lists(store)[1]
+    first = len(inputs) - sum(len(files) for files in later if files is not None)
+    return _digest(_plain({"fingerprint": fingerprint, "shape": shape}), _proven(inputs[:first], prove))
+
+
+def fits(job: Mapping[str, Any], files: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a run's list of input files is the one that its job.json was written with."""
+    try:
+        return bool(_digest(job, files) == job["digest"])
+    except (KeyError, TypeError):
+        return False
+
+
 # -- fingerprint -------------------------------------------------------------------------------------------------------
 
 

@@ -99,6 +99,8 @@ class Ledger:
     which change nothing in it.
     """
 
+    reads_back = True  # what is finished can be dropped from memory: `read_back` gives it
+
     def __init__(
         self,
         store: Store,

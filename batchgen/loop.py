@@ -172,7 +172,8 @@ class Loop:
     # -- rows in
 
     def _read(self) -> None:
-        if self._collector.droppable >= MAX_OPEN_BYTES // 2 and self._collector.size >= MAX_OPEN_BYTES:
+        droppable = self._collector.droppable if self._ledger.reads_back else 0
+        if droppable >= MAX_OPEN_BYTES // 2 and self._collector.size >= MAX_OPEN_BYTES:
             self._checkpoint()
             self._collector.drop(MAX_OPEN_BYTES // 2)
         for _ in range(BATCHES_AT_ONCE):

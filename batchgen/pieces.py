@@ -168,7 +168,8 @@ def decode(data: bytes, digest: str) -> pa.RecordBatch:
         return reader.read_next_batch()
 
 
-def _notes_of(batch: pa.RecordBatch) -> bytes:
+def notes_of(batch: pa.RecordBatch) -> bytes:
+    """What a piece's writer wants to be remembered."""
     return bytes((batch.schema.metadata or {}).get(b"batchgen.notes", b""))
 
 
@@ -252,7 +253,7 @@ class Pieces:
             names = self._store.list(piece_folder(slot))
             with ThreadPoolExecutor(8) as pool:
                 self._found |= zip(names, pool.map(self._read, names), strict=True)
-        notes = {name: _notes_of(batch) for name, batch in self._found.items() if batch is not None}
+        notes = {name: notes_of(batch) for name, batch in self._found.items() if batch is not None}
         self._noted = {name for name, note in notes.items() if note}
         return [note for note in notes.values() if note]
 

@@ -140,15 +140,20 @@ def _is_whole(name: str, record: dict[str, Any]) -> bool:
     return all(isinstance(record.get(key), kind) for key, kind in needs.items())
 
 
-def read_record(store: Store, name: str) -> dict[str, Any] | None:
-    """The record called `name`; None where it is missing, or damaged (which a warning says)."""
+def look_up(store: Store, name: str) -> tuple[dict[str, Any] | None, bool]:
+    """The record called `name`, None where it is missing or damaged; and whether there is anything of this name."""
     try:
         record = decode(store.read(name))
     except ObjectMissing:
-        return None
-    if record is None or not _is_whole(name, record):
+        return None, False
+    return (record if record is not None and _is_whole(name, record) else None), True
+
+
+def read_record(store: Store, name: str) -> dict[str, Any] | None:
+    """The record called `name`; None where it is missing, or damaged (which a warning says)."""
+    record, is_there = look_up(store, name)
+    if record is None and is_there:
         logger.warning("%s in the run folder is damaged; going on without it", name)
-        return None
     return record
 
 

@@ -6,7 +6,7 @@ import base64
 import hashlib
 import io
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, BinaryIO
@@ -41,7 +41,7 @@ JSON_TEXT = {b"batchgen.holds": b"json"}  # marks a text column whose values are
 _PREFIX = "batchgen."
 _BLOCK_BYTES = 64 << 20  # Arrow data built at a time; also a Parquet row group's
 _TAIL_BYTES = 32 << 10  # a part's footer is a few kilobytes
-_NO_CHECKSUM = "?" * 64
+_NO_CHECKSUM, _NO_FOOTER = "?" * 64, "!" * 64
 
 
 def result_schema(*, id_field: pa.Field | None, carried: Sequence[pa.Field], token_ids: bool) -> pa.Schema:
@@ -111,7 +111,7 @@ def build_part(part_format: str, schema: pa.Schema, results: ShardResults, metad
     """One part, whole. A Parquet part carries `metadata` in its footer; one of lines has no place for it."""
     _check_order(results)
     if part_format == "parquet":
-        return _build_parquet(schema, results, metadata)
+        return write_parquet(schema, (_table(schema, results, rows) for rows in _blocks(results)), metadata)
     if part_format == "openai":
         return answers.build(schema, results, metadata["fingerprint"])
     assert part_format == "jsonl", part_format
@@ -210,20 +210,30 @@ def token_lists(ids: Sequence[npt.NDArray[np.int32]]) -> pa.ListArray:
 # -- Parquet -----------------------------------------------------------------------------------------------------------
 
 
-def _build_parquet(schema: pa.Schema, results: ShardResults, metadata: Mapping[str, str]) -> bytes:
+def write_parquet(schema: pa.Schema, tables: Iterable[pa.Table], metadata: Mapping[str, str]) -> bytes:
+    """A Parquet part: a row group for each table; `metadata`, and checksums of data and footer, in its footer."""
     sink = io.BytesIO()
     with pq.ParquetWriter(sink, schema, compression="zstd") as writer:
-        for rows in _blocks(results):
-            table = _table(schema, results, rows)
+        for table in tables:
             writer.write_table(table, row_group_size=max(1, len(table)))
-        # The checksum's place is filled in when the data is complete: what a writer holds back differs by release.
-        footer = {**metadata, "checksum": _NO_CHECKSUM}
+        # The checksums' places are filled in when the data is complete: what a writer holds back differs by release.
+        footer = {**metadata, "checksum": _NO_CHECKSUM, "footer": _NO_FOOTER}
         writer.add_key_value_metadata({f"{_PREFIX}{key}": value for key, value in footer.items()})
     part = sink.getbuffer()
     start = len(part) - 8 - _footer_bytes(part)
-    place = bytes(part[start:]).index(_NO_CHECKSUM.encode()) + start
-    part[place : place + len(_NO_CHECKSUM)] = hashlib.sha256(part[:start]).hexdigest().encode()
+    for unknown, covered in ((_NO_CHECKSUM, slice(start)), (_NO_FOOTER, slice(start, None))):
+        checksum = hashlib.sha256(part[covered]).hexdigest()
+        place = bytes(part[start:]).rindex(unknown.encode()) + start
+        part[place : place + len(unknown)] = checksum.encode()
     return bytes(part)
+
+
+def _check_footer(footer: bytes, checksum: str) -> None:
+    """ValueError where a footer (up to the file's end) is not the one that was written."""
+    at = footer.rfind(checksum.encode())
+    blank = footer[:at] + _NO_FOOTER.encode() + footer[at + len(_NO_FOOTER) :]
+    if len(checksum) != len(_NO_FOOTER) or hashlib.sha256(blank).hexdigest() != checksum:
+        raise ValueError("it does not fit its checksum")
 
 
 def _footer_bytes(tail: bytes | memoryview) -> int:
@@ -235,18 +245,19 @@ def read_proof(file: BinaryIO, name: str) -> PartProof:
     size = file.seek(0, io.SEEK_END)
     tail = _tail(file, size, _TAIL_BYTES)
     if len(tail) < 12 or tail[-4:] != b"PAR1":
-        raise _corrupt(name, "it does not end as a Parquet file does")
+        raise corrupt(name, "it does not end as a Parquet file does")
     if _footer_bytes(tail) + 8 > len(tail):
         tail = _tail(file, size, _footer_bytes(tail) + 8)
     try:
         footer = pq.read_metadata(pa.BufferReader(tail))
         pairs = {key.decode(): value.decode() for key, value in (footer.metadata or {}).items()}
         own = {key.removeprefix(_PREFIX): value for key, value in pairs.items() if key.startswith(_PREFIX)}
+        _check_footer(tail[-8 - _footer_bytes(tail) :], own.pop("footer"))
         proof = proof_from_metadata(own, size)
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
-        raise _corrupt(name, f"its footer is damaged or not of this program ({_first_line(error)})") from error
+        raise corrupt(name, f"its footer is damaged or not of this program ({first_line(error)})") from error
     if footer.num_rows != proof.counters.results:
-        raise _corrupt(name, f"it has {footer.num_rows} rows and says it has {proof.counters.results}")
+        raise corrupt(name, f"it has {footer.num_rows} rows and says it has {proof.counters.results}")
     return proof
 
 
@@ -259,18 +270,20 @@ def verify_parquet(data: bytes, name: str) -> PartProof:
     """The proof of a whole Parquet part, its checksum compared with its data."""
     proof = read_proof(io.BytesIO(data), name)
     if hashlib.sha256(memoryview(data)[: len(data) - 8 - _footer_bytes(data)]).hexdigest() != proof.checksum:
-        raise _corrupt(name, "its data does not fit its checksum")
+        raise corrupt(name, "its data does not fit its checksum")
     return proof
 
 
-def _corrupt(name: str, what: str) -> StorageError:
+def corrupt(name: str, what: str) -> StorageError:
+    """The error of a part that is not what was written."""
     return StorageError(
-        f"{name}: this part is corrupt: {what}. Nothing is written over it: put a good copy in its place, or delete "
-        "it and run again, and its rows are computed anew"
+        f"{name}: this part is corrupt: {what}. Nothing is written over it: put a good copy in its place, or let "
+        "`batchgen verify JOB --repair` compute its rows anew"
     )
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What a library says, short."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
@@ -347,10 +360,10 @@ def count_jsonl(
                 counters.failed[result["error"]["code"]] += 1
                 failed_rows.add(counters.rows)
     except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-        raise _corrupt(name, f"line {number} is not a result ({_first_line(error)})") from error
+        raise corrupt(name, f"line {number} is not a result ({first_line(error)})") from error
     rows = counters.rows
     wrong = rows > shard.num_rows if filtered else rows != shard.num_rows
     if wrong or (data and not data.endswith(b"\n")):
-        raise _corrupt(name, f"it holds {rows} rows where the input has {shard.num_rows}")
+        raise corrupt(name, f"it holds {rows} rows where the input has {shard.num_rows}")
     counters.rows_failed += len(failed_rows)
     return counters
