@@ -259,7 +259,7 @@ ENDS = {
     "among others": event("Preempt", resources=("worker_1", "WORKER_3")),
     "with an underscore": event("Preempt", resources=("_worker_3",)),
     "nobody is named": event("Preempt", resources=()),
-    "far away, but for spot": event("Preempt", 900),
+    "far away, but for spot": event("Preempt", 86_400),
     "begun": event("Preempt", status="Started"),
     "deleted soon": event("Terminate", 60),
     "moved soon": event("Redeploy", 60),
@@ -272,7 +272,7 @@ GOES_ON = {
     "a pause of seconds": event("Freeze"),
     "deleted later": event("Terminate", 600),
     "moved later": event("Redeploy", 600),
-    "a reboot later": event("Reboot", 900),
+    "a reboot later": event("Reboot", 86_400),
 }
 
 

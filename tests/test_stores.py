@@ -788,7 +788,7 @@ def test_without_another_try_the_failure_is_named(
     folder: Folder, input_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Breaking(monkeypatch, 2, OSError(errno.EIO, "Input/output error"), lambda: None)
-    with open_input(input_file, folder.options) as file:
+    with open_input(input_file, folder.options, retries=0) as file:
         assert len(file.read(100)) == 100
         with pytest.raises(StorageError, match="input: Input/output error"):
             file.read(100)
