@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -123,6 +124,7 @@ class Loop:
         self._params = resolved_sampling(spec, model).params()
         self._collector = Collector(self._params)
         self._done = book.done
+        self._failed_before = book.totals().failed
         self._shards: dict[int, dict[int, ShardRange]] = {
             file: {shard: known for shard, known in shards.items() if known is not None}
             for file, shards in self._done.items()
@@ -320,11 +322,17 @@ class Loop:
                 return
         elif failed <= allowed:
             return
-        codes = ", ".join(f"{code} {count:,}" for code, count in self._meter.failed.most_common())
+        codes = _listed(self._meter.failed)
         if codes:
             codes = f": {codes} in this start, first\n  " + "\n  ".join(self._examples)
+        if self._failed_before:
+            codes += f"\n  and in results of earlier starts: {_listed(self._failed_before)}"
         raise DataError(
             f"{failed:,} of {seen:,} rows failed, more than errors.max_failed allows{codes}\nFinished rows are kept: "
             "to go on with them, allow more failures and run again; after a change of prompt or input use another "
             "output.path, or --overwrite"
         )
+
+
+def _listed(failed: Counter[str]) -> str:
+    return ", ".join(f"{code} {count:,}" for code, count in failed.most_common())
