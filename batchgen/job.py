@@ -217,9 +217,10 @@ class _Start:
             if gone := [part["name"] for part in success["parts"] if part["name"] not in there]:
                 raise StorageError(
                     f"{store.url}: this run is finished, but {len(gone)} of its parts are gone, first {gone[0]}; "
-                    "put them back, or delete _SUCCESS and run again to compute them anew"
+                    "put them back, or have them computed anew by `batchgen verify JOB --repair`"
                 )
-            logger.info("%s: this run is finished already, nothing to do", store.url)
+            more = "; --limit has no effect on it" if self.limit is not None else ""
+            logger.info("%s: this run is finished already, nothing to do%s", store.url, more)
             return self._summary(success["counters"], status="done", complete=True, resumed=True)
         formats, fields, schema = columns_of(spec, files)
         model = self._model_opener(pinned(spec, record))

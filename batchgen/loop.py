@@ -345,9 +345,9 @@ class Loop:
         if self._failed_before:
             codes += f"\n  and in results of earlier starts: {_listed(self._failed_before)}"
         raise DataError(
-            f"{failed:,} of {seen:,} rows failed, more than errors.max_failed allows{codes}\nFinished rows are kept: "
-            "to go on with them, allow more failures and run again; after a change of prompt or input use another "
-            "output.path, or --overwrite"
+            f"{failed:,} of {seen:,} rows failed, more than errors.max_failed allows{codes}\nIf the job file or the "
+            "input is wrong, correct it and use another output.path, or --overwrite. If these rows may fail, allow more "
+            "of them and run again: finished rows are kept"
         )
 
 
