@@ -346,8 +346,8 @@ class Loop:
             codes += f"\n  and in results of earlier starts: {_listed(self._failed_before)}"
         raise DataError(
             f"{failed:,} of {seen:,} rows failed, more than errors.max_failed allows{codes}\nIf the job file or the "
-            "input is wrong, correct it and use another output.path, or --overwrite. If these rows may fail, allow more "
-            "of them and run again: finished rows are kept"
+            "input is wrong, correct it and use another output.path, or --overwrite. If these rows may fail, allow "
+            "more of them and run again: finished rows are kept"
         )
 
 
