@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from batchgen.errors import ConfigError, Interrupted
+from batchgen.io.partitions import partitions
 from batchgen.io.stores import Store
 from batchgen.runfolder import (
     FORMAT_VERSION,
@@ -186,7 +187,7 @@ def _plain(value: Any) -> Any:
 
 def _digest(job: Mapping[str, Any], files: Sequence[Mapping[str, Any]]) -> str:
     content = {key: job[key] for key in ("fingerprint", "shape")}
-    content["inputs"] = [[file["size"], file["proof"]] for file in files]
+    content["inputs"] = [[file["size"], file["proof"], partitions(file["path"])] for file in files]
     return hashlib.sha256(orjson.dumps(content, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
@@ -348,6 +349,8 @@ def _compare_inputs(
     """
 
     def same(old: Mapping[str, Any], i: int) -> bool:
+        if partitions(old["path"]) != partitions(now[i]["path"]):  # columns that its folders give
+            return False
         return _plainly_same(old, now[i]) or (old["size"] == now[i]["size"] and old["proof"] == _proof(now, i, prove))
 
     is_all_there = len(now) >= len(then) and all(same(old, i) for i, old in enumerate(then))

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from batchgen.collector import Collector
 from batchgen.errors import BatchgenError, DataError, Interrupted, StorageError
 from batchgen.feeder import Feeder, RowBatch
-from batchgen.io.files import InputFile
+from batchgen.io.files import InputFile, check_unchanged
 from batchgen.lease import Heart
 from batchgen.ledger import Ledger
 from batchgen.metrics import Meter
@@ -215,6 +215,7 @@ class Loop:
         if batch.end is not None and not batch.cut_off:
             self._shards.setdefault(batch.file, {})[batch.shard] = batch.end
         if batch.last_of_file:
+            check_unchanged(self._files[batch.file], self._spec.input.storage_options)
             shards = self._shards.get(batch.file, {})
             self._ledger.commit_index(batch.file, [shards[number] for number in sorted(shards)])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -193,11 +194,13 @@ def indexed_shards(record: Mapping[str, Any], digest: str) -> list[ShardRange] |
     file = record["file"]
     if record["digest"] != digest:
         return None
-    try:
-        return [ShardRange(file, shard, *map(int, row)) for shard, row in enumerate(record["shards"])]
-    except (TypeError, ValueError):
-        logger.warning("%s is damaged; its file is read again", index_name(file))
-        return None
+    with contextlib.suppress(TypeError, ValueError):
+        shards = [ShardRange(file, shard, *map(int, row)) for shard, row in enumerate(record["shards"])]
+        ends = [shard.first_row + shard.num_rows for shard in shards]
+        if [shard.first_row for shard in shards] == [0, *ends[:-1]][: len(shards)] and [0, *ends][-1] == record["rows"]:
+            return shards
+    logger.warning("%s is damaged; its file is read again", index_name(file))
+    return None
 
 
 def read_index(store: Store, digest: str) -> dict[int, list[ShardRange]]:

@@ -13,7 +13,7 @@ from batchgen.collector import OpenShard, results_of
 from batchgen.errors import StorageError
 from batchgen.feeder_child import carried_again
 from batchgen.io import sinks
-from batchgen.io.files import InputFile
+from batchgen.io.files import InputFile, check_unchanged
 from batchgen.ledger import Ledger, Written
 from batchgen.runfolder import Counters
 from batchgen.spec import JobSpec
@@ -77,6 +77,8 @@ class PartWriter:
             saved=saved,
             carried=carried,
         )
+        # whatever was read of a file that has changed since must not become a part
+        check_unchanged(self._files[end.file], self._spec.input.storage_options)
         counters = results.counters()
         self._warn_of_repeated_ids(results)
         data = sinks.build_part(output.format, self._schema, results, self._ledger.part_metadata(end, counters))

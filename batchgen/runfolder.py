@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -29,6 +31,7 @@ PROOFS = "_batchgen/proofs/"
 INDEX = "_batchgen/index/"
 TRIAL = "_batchgen/trial/"
 SUCCESS = "_SUCCESS"
+CHECKSUM = "sha256"  # of the rest of a record, as it is written
 PART_FORMATS = {"parquet": "parquet", "jsonl": "jsonl", "openai": "jsonl"}  # how the files' names end
 
 _PART = re.compile(r"part-(\d{5,})-(\d{5,})\.(\w+)")
@@ -85,18 +88,28 @@ def piece_name(slot: int, epoch: int, number: int, attempt: str) -> str:
 # -- records -----------------------------------------------------------------------------------------------------------
 
 
-def encode(record: dict[str, Any]) -> bytes:
-    """A record as JSON: the same bytes for equal content."""
+def encode(record: Mapping[str, Any]) -> bytes:
+    """A record as JSON, with a checksum of its own: the same bytes for equal content."""
+    own = {key: value for key, value in record.items() if key != CHECKSUM}
+    return _bytes({**own, CHECKSUM: hashlib.sha256(_bytes(own)).hexdigest()})
+
+
+def _bytes(record: Mapping[str, Any]) -> bytes:
     return orjson.dumps(record, option=orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
 
 
 def decode(data: bytes) -> dict[str, Any] | None:
-    """The record in `data`; None where it is torn or not a record at all."""
+    """The record in `data`; None where it is torn, changed by hand, or not a record at all."""
     try:
         record = orjson.loads(data)
     except orjson.JSONDecodeError:
         return None
-    return record if isinstance(record, dict) else None
+    if not isinstance(record, dict):
+        return None
+    given = record.pop(CHECKSUM, None)
+    if given is not None and given != hashlib.sha256(_bytes(record)).hexdigest():
+        return None
+    return record
 
 
 _WORKER: dict[str, type] = {

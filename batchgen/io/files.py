@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
 from batchgen.errors import DataError, Interrupted, NoInputError, PermissionDenied, StorageError
-from batchgen.io.storage import Entry, SteadyFile, bucket_missing, local_path, naming
+from batchgen.io.storage import Entry, SteadyFile, bucket_missing, local_path, naming, patiently
 from batchgen.io.stores import open_disk
 
 READ_RETRIES = 5  # of a read that fails in a way that may pass
@@ -35,6 +35,19 @@ def open_input(path: str, storage_options: Mapping[str, Any], retries: int = REA
     return cast(BinaryIO, SteadyFile(path, lambda: disk.open(at), retries))
 
 
+def check_unchanged(file: InputFile, storage_options: Mapping[str, Any]) -> None:
+    """DataError where a file is not what it was when the run was opened, as far as its size and date tell."""
+    disk, at = open_disk(file.path, storage_options), local_path(file.path) or file.path
+    entry = patiently(file.path, lambda: disk.stat(at), READ_RETRIES)
+    marks = "etag" if entry is not None and entry.etag is not None and file.etag is not None else "mtime"
+    if entry is None or entry.size != file.size or getattr(entry, marks) != getattr(file, marks):
+        what = "is gone" if entry is None else f"has changed ({file.size} bytes then, {entry.size} now)"
+        raise DataError(
+            f"{file.path}: this input file {what} while the run read it; what was read of it since is not committed. "
+            "Bring the old file back and run again, or give the job another output.path"
+        )
+
+
 def expand(paths: Sequence[str], storage_options: Mapping[str, Any], *, allow_empty: bool = False) -> list[InputFile]:
     """The input files that `paths` (files, folders, globs, URLs) name: sorted by path within each, each file once."""
     found: dict[str, tuple[str, Entry]] = {}
@@ -51,6 +64,10 @@ def expand(paths: Sequence[str], storage_options: Mapping[str, Any], *, allow_em
 
 
 def _input_file(number: int, path: str, entry: Entry) -> InputFile:
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise DataError(f"{path!a}: the name of this input file is not UTF-8 text; rename it") from None
     local = local_path(path)
     if entry.kind != "file":
         raise DataError(f"{path}: a broken link or not a regular file; input must be files that can be read again")

@@ -78,6 +78,10 @@ class RemoteDisk:
         except (FileNotFoundError, NotADirectoryError) as error:
             if bucket_missing(error):
                 raise
+            cause = error.__cause__  # fsspec's HTTP takes any failure for an absence, too
+            failed = isinstance(cause, OSError) and not isinstance(cause, (FileNotFoundError, NotADirectoryError))
+            if cause is not None and (failed or answer(cause)[1] not in {0, 404, 410}):
+                raise cause from None
             return None
 
     def ls(self, url: str) -> list[Entry]:

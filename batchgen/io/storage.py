@@ -24,6 +24,7 @@ MAX_PAUSE_SECONDS = 20.0
 DEADLINE_SECONDS = 60.0  # no try begins later than this after the first one
 
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+NO_SUCH_PLACE = frozenset({errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP})
 DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 # Answers that another try would get again, whatever the store; some 400s are about the way there and are not.
 REFUSALS = frozenset({400, 405, 411, 412, 413, 414, 416, 501})
@@ -72,10 +73,12 @@ def local_path(url: str) -> str | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    seen: BaseException | None = error
-    while seen is not None:
-        yield seen
-        seen = seen.__cause__ or seen.__context__
+    one: BaseException | None = error
+    seen: set[int] = set()
+    while one is not None and id(one) not in seen:  # a cause that is raised again has its effect for a context
+        seen.add(id(one))
+        yield one
+        one = one.__cause__ or one.__context__
 
 
 def answer(error: BaseException) -> tuple[str, int]:
@@ -131,14 +134,20 @@ def _translated(path: str, error: Exception) -> BatchgenError | None:
     number = error.errno if isinstance(error, OSError) else None
     if number in DENIED or status in {401, 403} or isinstance(error, PermissionError) or what.startswith("Forbidden"):
         return PermissionDenied(f"{path}: permission denied ({what}); check who owns it, or the credentials")
+    if number in NO_SUCH_PLACE or isinstance(error, NotADirectoryError):
+        return ConfigError(f"{path}: {what}; correct the path")
     if number in DISK_FULL:
         return PermanentError(f"{path}: {what}; make room in {os.path.dirname(path) or '.'} and run again")
     if status in REFUSALS and code not in PASSING_CODES:
         return PermanentError(f"{path}: the store refuses this ({code or status}): {what}")
     if isinstance(error, OSError):
         return StorageError(f"{path}: {what}")
+    if isinstance(error, ValueError) and "null byte" in what:
+        return ConfigError(f"{path!r}: no path holds a null byte; correct it")
     if local_path(path) is not None:
         return None  # a mistake of ours
+    if isinstance(error, TypeError):  # its client was made with what it does not know
+        return ConfigError(f"{path}: {what}; correct its storage_options")
     return StorageError(f"{path}: {type(error).__name__}: {error}")  # a store's own client raises what it likes
 
 
