@@ -346,6 +346,13 @@ def test_statistics_that_bound_nothing_drop_no_row(tmp_path: Path, text: str, bo
     assert [row.number for row in rows(changed, where=text)] == wanted
 
 
+def test_statistics_of_text_are_those_of_its_bytes(tmp_path: Path) -> None:
+    text = pa.array([b"a", b"\x80", "\u00e9".encode()], pa.binary()).view(pa.string())
+    for statistics in (True, False):
+        file = put_table(tmp_path, pa.table({"s": text}), write_statistics=statistics)
+        assert [row.number for row in rows(file, where="s > '\u00ff'", replace_unicode=True)] == [1]
+
+
 def test_row_groups_that_cannot_match_are_not_read(tmp_path: Path) -> None:
     days = [datetime.date(2025, 1, 1 + i // 10) for i in range(100)]
     table = pa.table({"n": list(range(100)), "day": days, "text": [f"t{i:02}" for i in range(100)]})

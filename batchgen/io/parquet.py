@@ -134,8 +134,8 @@ def _bounds(request: Request, group: pq.RowGroupMetaData, schema: pa.Schema) -> 
             value = request.partitions.get(name)
             return Bounds(value, value, value is None) if name in request.partitions else None
         python = _in_statistics(schema.field(name).type)
-        if places.get(name, -1) < 0 or python is None:
-            return None
+        if places.get(name, -1) < 0 or python is None or (python is str and request.replace_unicode):
+            return None  # U+FFFD may stand beyond the bytes that it replaces
         statistics = group.column(places[name]).statistics
         if statistics is None or not statistics.has_null_count:
             return None
