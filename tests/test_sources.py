@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import os
+import threading
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from inputs import chunks, put, put_table, ranges, rows, values, zstd
 from batchgen.errors import ConfigError, DataError, StorageError
 from batchgen.io import jsonline, lines, sources, storage
 from batchgen.io import rows as row_limits
-from batchgen.io.files import InputFile, expand
+from batchgen.io.files import InputFile, expand, open_input
 from batchgen.io.localdisk import LocalDisk
 from batchgen.io.partitions import partitions
 from batchgen.io.sources import Chunk, Row, content_proof, detect, read_shards, schema
@@ -410,6 +411,30 @@ def test_detect_by_bytes_then_suffix(tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError, match=says):
             found(data, name, declared)
+
+
+def test_many_files_are_looked_at_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for i in range(60):
+        put(tmp_path, [b'{"a":1}\n', b"b,c\n1,2\n", b"text\n"][i % 3], f"{i:02}{('.jsonl', '.csv', '.txt')[i % 3]}")
+    put_table(tmp_path, pa.table({"d": [1]}), "99.parquet")
+    files = expand([str(tmp_path)], {})
+    together, calls = threading.Barrier(sources.FILES_AT_ONCE), itertools.count()
+
+    def patient(*arguments: Any) -> Any:
+        if next(calls) < sources.FILES_AT_ONCE:
+            together.wait(timeout=20)
+        return open_input(*arguments)
+
+    monkeypatch.setattr(sources, "open_input", patient)
+    formats = sources.detect_all(files, "auto", {})
+    assert formats == [*["jsonl", "csv", "text"] * 20, "parquet"]
+    names = [found and found.names for found in sources.schemas(files, formats, {})]
+    assert names == [*[None, ["b", "c"], ["text"]] * 20, ["d"]]
+    assert sources.detect_all([], "auto", {}) == [] and sources.schemas([], [], {}) == []
+    for name in ("20.csv", "07.csv", "31.csv"):
+        (tmp_path / name).write_bytes(b"PK\x03\x04\0")
+    with pytest.raises(DataError, match=r"07\.csv: a zip"):  # the first one, whichever was looked at first
+        sources.detect_all(files, "auto", {})
 
 
 def test_content_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
