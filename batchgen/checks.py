@@ -84,7 +84,8 @@ def _check_model(spec: JobSpec) -> None:
     from batchgen import weights
 
     path = spec.model.path
-    if not weights.HUB_NAME.fullmatch(path) or Path(path).exists():  # what is on the hub is not asked for here
+    # what is on the hub is not asked for here; names there have no such suffix
+    if not weights.HUB_NAME.fullmatch(path) or path.endswith(".gguf") or Path(path).exists():
         weights.resolve(path)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
@@ -46,17 +47,21 @@ def _failed(error: Exception, *, debug: bool) -> ExitCode:
     """Say what went wrong on standard error."""
     if debug:
         traceback.print_exception(error)
-    if isinstance(error, BatchgenError):
-        message, code = str(error), error.exit_code
-    elif isinstance(error, OSError):
-        message, code = str(error), ExitCode.PERMISSION if isinstance(error, PermissionError) else ExitCode.IO
-    else:
-        message, code = f"our bug: {type(error).__name__}: {error}", ExitCode.INTERNAL
-        if not debug:
-            message += "\nrun again with --debug for the traceback, and please report it"
+    message, code = _explained(error)
+    if code == ExitCode.INTERNAL and not debug and not isinstance(error, BatchgenError):
+        message += "\nrun again with --debug for the traceback, and please report it"
     for line in message.splitlines() or [type(error).__name__]:
         click.echo(f"batchgen: {line}", err=True)
     return code
+
+
+def _explained(error: Exception) -> tuple[str, ExitCode]:
+    """What to tell, and what to end with."""
+    if isinstance(error, BatchgenError):
+        return str(error), error.exit_code
+    if isinstance(error, OSError):
+        return str(error), ExitCode.PERMISSION if isinstance(error, PermissionError) else ExitCode.IO
+    return f"our bug: {type(error).__name__}: {error}", ExitCode.INTERNAL
 
 
 def _print(text: str) -> None:
@@ -146,7 +151,7 @@ def _load(job: str, params: Mapping[str, str], overrides: Sequence[str]) -> JobS
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, message="%(prog)s %(version)s")
 def cli() -> None:
-    """Offline batch inference: Parquet or JSONL in, checkpointed results out."""
+    """Offline batch inference: a data set in (Parquet, JSON Lines, CSV ...), checkpointed results out."""
 
 
 @cli.command()
@@ -182,7 +187,7 @@ def run(
 ) -> None:
     """Run JOB, or go on with it where it was stopped.
 
-    The last line on standard output is the summary as JSON.
+    The last line on standard output is JSON: the summary, or how it failed.
     """
     if must_be_new and overwrite:
         raise click.UsageError("--must-be-new and --overwrite contradict each other")
@@ -190,12 +195,11 @@ def run(
         raise click.UsageError("--extend goes on with a run; it contradicts --must-be-new and --overwrite")
     if yes and not overwrite:
         raise click.UsageError("--yes answers the question of --overwrite, which is not given")
-    spec = _load(job, params, overrides)
-    if overwrite and not yes:
-        _confirm(f"Delete the run in {spec.output.path}?")
-    _show_logs()
-
-    def start() -> dict[str, Any]:
+    with _last_line():
+        spec = _load(job, params, overrides)
+        if overwrite and not yes:
+            _confirm(f"Delete the run in {spec.output.path}?")
+        _show_logs()
         from batchgen import job as jobs
 
         options = jobs.RunOptions(
@@ -207,19 +211,31 @@ def run(
             max_output_tokens=max_output_tokens,
             spot=spot,
         )
-        return jobs.run(spec, options)
-
-    _print_json(_to_its_end(start))
+        _print_json(jobs.run(spec, options))
 
 
-def _to_its_end(start: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What a start of a run returns; when it is interrupted, programs are told why."""
+@contextlib.contextmanager
+def _last_line() -> Iterator[None]:
+    """However the block ends, programs find JSON on the line where they expect the summary."""
     try:
-        return start()
+        yield
     except KeyboardInterrupt:
-        raise _interrupted(Interrupted("stopped from the keyboard; run the same command again", "signal")) from None
-    except Interrupted as error:
-        raise _interrupted(error) from error.__cause__
+        error = Interrupted("stopped from the keyboard; run the same command again", "signal")
+        _print_json(_end(error))
+        raise error from None
+    except (click.ClickException, click.exceptions.Exit, UsageError):
+        raise
+    except Exception as error:
+        _print_json(_end(error))
+        raise
+
+
+def _end(error: Exception) -> dict[str, Any]:
+    message, code = _explained(error)
+    how = {"status": "failed"}
+    if isinstance(error, Interrupted):
+        how = {"status": "interrupted", "reason": error.reason}
+    return {**how, "exit_code": int(code), "error": message}
 
 
 def _show_logs() -> None:
@@ -235,12 +251,6 @@ def _confirm(question: str) -> None:
         raise click.UsageError("--overwrite deletes results and there is no terminal to ask on; add --yes")
     if not click.confirm(question, err=True):
         raise UsageError("not confirmed; nothing was deleted")
-
-
-def _interrupted(error: Interrupted) -> Interrupted:
-    """Tell programs why, on the line where they expect the summary."""
-    _print_json({"status": "interrupted", "reason": error.reason})
-    return error
 
 
 @cli.command()
@@ -361,11 +371,12 @@ def verify(job: str, params: dict[str, str], overrides: tuple[str, ...], as_json
         raise click.exceptions.Exit(ExitCode.DONE if found.ok else ExitCode.IO)
     if not _is_job_file(job):
         raise click.UsageError(f"--repair computes rows anew, for which it needs the job file; {job} is none")
-    spec = _load(job, params, overrides)
-    _show_logs()
-    from batchgen import repair as repairs
+    with _last_line():
+        spec = _load(job, params, overrides)
+        _show_logs()
+        from batchgen import repair as repairs
 
-    _print_json(_to_its_end(lambda: repairs.repair(spec)))
+        _print_json(repairs.repair(spec))
 
 
 @cli.command()
@@ -376,13 +387,15 @@ def verify(job: str, params: dict[str, str], overrides: tuple[str, ...], as_json
 def retry(job: str, params: dict[str, str], overrides: tuple[str, ...], to: str | None) -> None:
     """Run the failed rows of a finished run again; all other results stay as they are.
 
-    The last line on standard output is the summary as JSON.
+    Rows that could not be read or rendered fail again, as their input may not change. The last line on standard output
+    is JSON: the summary, or how it failed.
     """
-    spec = _load(job, params, overrides)
-    _show_logs()
-    from batchgen import retry as retries
+    with _last_line():
+        spec = _load(job, params, overrides)
+        _show_logs()
+        from batchgen import retry as retries
 
-    _print_json(_to_its_end(lambda: retries.retry(spec, to)))
+        _print_json(retries.retry(spec, to))
 
 
 @cli.group()

@@ -99,6 +99,10 @@ class Feeder:
         """All rows have been handed out."""
         return self._finished
 
+    def cpu_seconds(self) -> float:
+        """Processor time that the present child has used; 0 where it is gone."""
+        return 0.0 if self._child is None else self._child.cpu_seconds()
+
     def poll(self) -> RowBatch | None:
         """A batch if one is ready. Never waits. Raises what made the child fail."""
         return self._next(None)
@@ -226,15 +230,19 @@ class _Child:
             return None
         self._looked = now
         progress, file, first, last = self._state.read()
-        try:
-            times = self._watched.cpu_times()
-        except psutil.Error:
-            return None
-        used = times.user + times.system
+        used = self.cpu_seconds()
         if progress != self._progress or first < 0:
             self._progress, self._busy_since = progress, used
             return None
         return (file, first, last) if used - self._busy_since > seconds else None
+
+    def cpu_seconds(self) -> float:
+        """Processor time that the child has used; 0 where it is gone."""
+        try:
+            times = self._watched.cpu_times()
+        except psutil.Error:
+            return 0.0
+        return float(times.user + times.system)
 
     def last_words(self) -> BatchgenError:
         """Why a child that said nothing is gone."""

@@ -10,7 +10,7 @@ import pickle
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
@@ -234,12 +234,10 @@ class Worker:
         task = self.task
         left = task.limit
         for file, kind in zip(task.files, task.formats, strict=True):
-            known = [shard for shard in task.done.get(file.number, {}).values() if shard is not None]
-            rows = max((shard.first_row + shard.num_rows for shard in known), default=0)
             if file.number >= task.resume[0]:
-                for batch in self._file(file, kind, left):
-                    rows = max(rows, batch.next_row)
-                    yield batch
+                rows = yield from self._file(file, kind, left)
+            else:
+                rows = self._rows_done(file)
             if left is not None:
                 left -= rows
                 if left <= 0:
@@ -252,32 +250,39 @@ class Worker:
             missing = ", ".join(map(repr, sorted(self.where.unseen)))
             logger.warning("input.where: none of the rows read has a column %s, which counts as null", missing)
 
-    def _file(self, file: InputFile, kind: str, limit: int | None) -> Iterator[RowBatch]:
-        """The file's batches, of its first `limit` rows."""
+    def _rows_done(self, file: InputFile) -> int:
+        """How far the shards that are done reach into a file."""
+        known = [shard for shard in self.task.done.get(file.number, {}).values() if shard is not None]
+        return max((shard.first_row + shard.num_rows for shard in known), default=0)
+
+    def _file(self, file: InputFile, kind: str, limit: int | None) -> Generator[RowBatch, None, int]:
+        """The batches of the file's first `limit` rows; returns how many rows that were, filtered ones included."""
         task = self.task
         delivered = task.resume[1] if file.number == task.resume[0] else 0
         begun: tuple[int, int] | None = None  # the shard whose end is still to come, and its first row
         columns, done = self._columns(file, kind), task.done.get(file.number, {})
+        rows = self._rows_done(file)
         chunks = read_chunks(task.spec, file, kind, columns, done, self.where)
         for chunk in chunks if task.only is None else _chosen(chunks, task.only.get(file.number, {})):
             numbers = [row.number for row in chunk.rows]
-            if limit is not None and chunk.shard not in done:
-                end = chunk.end.first_row + chunk.end.num_rows if chunk.end else numbers[-1] + 1 if numbers else 0
-                if end > limit or (end == limit and chunk.end is None):
-                    last = self._cut(file, chunk, begun, limit)
-                    if last is not None:
-                        batch = self._batch(file, _from(last, delivered))
-                        batch.cut_off = True
-                        yield batch
-                    return
+            end = chunk.end.first_row + chunk.end.num_rows if chunk.end else numbers[-1] + 1 if numbers else 0
+            if limit is not None and chunk.shard not in done and (end > limit or (end == limit and not chunk.end)):
+                last = self._cut(file, chunk, begun, limit)
+                if last is not None:
+                    batch = self._batch(file, _from(last, delivered))
+                    batch.cut_off = True
+                    yield batch
+                return limit
+            rows = max(rows, end)
             if not numbers or numbers[-1] >= delivered:
                 yield self._batch(file, _from(chunk, delivered))
             if chunk.end is not None:
                 begun = None
             elif numbers and begun is None:
                 begun = chunk.shard, numbers[0]
-            if limit is not None and chunk.end is not None and chunk.end.first_row + chunk.end.num_rows >= limit:
-                return
+            if limit is not None and rows >= limit and chunk.end is not None:
+                return limit
+        return rows
 
     @staticmethod
     def _cut(file: InputFile, chunk: sources.Chunk, begun: tuple[int, int] | None, limit: int) -> sources.Chunk | None:
@@ -340,15 +345,16 @@ class Worker:
                 if problem is not None or row.values is None:
                     problem = problem or RowError("invalid_row", "the row cannot be read")
                     results[place] = InvalidRow(problem.code, problem.message)
-                elif (file.number, row.number) in task.hung:
-                    message = "the prompt could not be made in reasonable time: rendering or encoding did not end"
-                    results[place] = InvalidRow("template_error", message)
                 else:
                     own = self._guarded(self._own, row.values)
                     if isinstance(own, InvalidRow):
                         results[place] = own
                         continue
                     params[place] = own[2]
+                    if (file.number, row.number) in task.hung:
+                        message = "the prompt could not be made in reasonable time: rendering or encoding did not end"
+                        results[place] = InvalidRow("template_error", message)
+                        continue
                     draft = self._guarded(self._draft, own)
                     if isinstance(draft, InvalidRow):
                         results[place] = draft

@@ -95,13 +95,22 @@ class StopSignal(AbstractContextManager["StopSignal"]):
         self._opening = True
         self._before: dict[int, Any] = {}
 
+    def check(self) -> None:
+        """Whoever was called when the signal came may have taken Interrupted for a failure of its own."""
+        if self.name is not None:
+            raise self._interrupted()
+
     def wait_for_loop(self) -> None:
         self._opening = False
+        self.check()
+
+    def _interrupted(self) -> Interrupted:
+        return Interrupted(f"{self.name} received before the first step; run the same command again", "signal")
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         first, self.name = self.name is None, signal.Signals(number).name
         if self._opening and first:
-            raise Interrupted(f"{self.name} received before the first step; run the same command again", "signal")
+            raise self._interrupted()
 
     def __enter__(self) -> StopSignal:
         try:
@@ -208,9 +217,10 @@ class _Start:
             if gone := [part["name"] for part in success["parts"] if part["name"] not in there]:
                 raise StorageError(
                     f"{store.url}: this run is finished, but {len(gone)} of its parts are gone, first {gone[0]}; "
-                    "put them back, or delete _SUCCESS and run again to compute them anew"
+                    "put them back, or have them computed anew by `batchgen verify JOB --repair`"
                 )
-            logger.info("%s: this run is finished already, nothing to do", store.url)
+            more = "; --limit has no effect on it" if self.limit is not None else ""
+            logger.info("%s: this run is finished already, nothing to do%s", store.url, more)
             return self._summary(success["counters"], status="done", complete=True, resumed=True)
         formats, fields, schema = columns_of(spec, files)
         model = self._model_opener(pinned(spec, record))
@@ -257,6 +267,8 @@ class _Start:
             logger.info("loading %s in %s", spec.model.path, model.dtype)
             meter = Meter(rows_before=before.rows, rows_failed_before=before.rows_failed)
             meter.sizes = {number: files[number].size for number in unread}
+            finished = [shards for number, shards in book.done.items() if number not in meter.sizes]
+            meter.rows_elsewhere = sum(shard.num_rows for shards in finished for shard in shards.values() if shard)
             progress = Progress(meter)
             stack.callback(progress.close)
             writer: Writer[Built] = stack.enter_context(Writer())
@@ -264,6 +276,7 @@ class _Start:
             dog = Watchdog(spec.errors.stall_timeout)
             if self._spot is not None and self._spot.notice is not None:  # loading a model is not worth its while
                 raise Interrupted(f"{self._spot.notice}; run the same command again, on another machine", "spot")
+            self._stop.check()
             loop = Loop(self, spec, files, book, feeder, parts, writer, model, meter, progress, heart, dog)
             self._stop.wait_for_loop()
             with dog:

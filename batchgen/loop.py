@@ -44,6 +44,7 @@ MAX_OPEN_TOKENS = 32 << 20  # of prompts of rows that are not finished
 MAX_OPEN_BYTES = 256 << 20  # of finished samples and carried columns in shards that are not committed
 BATCHES_AT_ONCE = 8  # between two steps
 MAX_PENDING_BYTES = 16 << 20  # finished samples that are in no checkpoint yet
+CPU_STEP_SECONDS = 5.0  # of processor time that count as progress; waiting takes far less
 EXAMPLES = 3  # failures that an error message shows
 ROWS_BEFORE_JUDGING = 1000  # a share of failed rows is judged from here on while the number of rows is not known
 
@@ -120,6 +121,7 @@ class Loop:
         self._meter, self._progress, self._heart = meter, progress, heart
         self._watchdog = watchdog
         self._state: tuple[int, ...] = ()  # changes with every bit of progress
+        self._batches_read = self._samples_finished = self._parts_written = 0
         self._engine = model.engine()
         self._params = resolved_sampling(spec, model).params()
         self._collector = Collector(self._params)
@@ -153,17 +155,18 @@ class Loop:
 
     def _run(self) -> None:
         while True:
-            self._read()
+            held_back = self._read()
             for completion in self._engine.step() if self._engine.has_work else []:
                 self._finish(completion)
             self._commit()
-            is_idle = self._feeder.finished and not self._engine.has_work
+            is_idle = not self._engine.has_work and (held_back or self._feeder.finished)
             for built in self._writer.done(0.1 if is_idle else 0.0):
+                self._parts_written += 1
                 if built.written is None:
                     self.trial.add(built.counters)
                 else:
                     self._ledger.acknowledge(built.written)
-            if is_idle and not len(self._collector) and not self._writer.busy:
+            if self._feeder.finished and is_idle and not len(self._collector) and not self._writer.busy:
                 break
             self._tend()
         self.seconds = time.monotonic() - self._began
@@ -173,23 +176,26 @@ class Loop:
 
     # -- rows in
 
-    def _read(self) -> None:
-        droppable = self._collector.droppable if self._ledger.reads_back else 0
-        if droppable >= MAX_OPEN_BYTES // 2 and self._collector.size >= MAX_OPEN_BYTES:
+    def _read(self) -> bool:
+        """Take what the feeder has; True where that has to wait, because too much is open already."""
+        if self._collector.droppable >= MAX_OPEN_BYTES // 2 and self._collector.size >= MAX_OPEN_BYTES:
             self._checkpoint()
             self._collector.drop(MAX_OPEN_BYTES // 2)
         for _ in range(BATCHES_AT_ONCE):
-            collector, engine = self._collector, self._engine
+            collector, engine, writer = self._collector, self._engine, self._writer
             much = collector.open_tokens >= MAX_OPEN_TOKENS or collector.size >= MAX_OPEN_BYTES
-            if engine.num_waiting >= MAX_WAITING or (much and engine.has_work):
-                return
-            patience = 0.01 if self._writer.busy else 0.1
+            # where nobody else makes room, the shard that is read has to be read to its end
+            if engine.num_waiting >= MAX_WAITING or (much and (engine.has_work or writer.busy)):
+                return True
+            patience = 0.01 if writer.busy else 0.1
             batch = self._feeder.poll() if engine.has_work else self._feeder.get(timeout=patience)
             if batch is None:
-                return
+                break
             self._admit(batch)
+        return False
 
     def _admit(self, batch: RowBatch) -> None:
+        self._batches_read += 1
         if batch.shard not in self._done.get(batch.file, {}) and (batch.num_rows or batch.end is not None):
             self._collector.add(batch)
         if batch.num_rows or batch.end is not None:
@@ -236,6 +242,7 @@ class Loop:
         self._keep(completion)
 
     def _keep(self, completion: Completion) -> None:
+        self._samples_finished += 1
         self._meter.finish_sample(completion)
         row_is_finished, code = self._collector.finish(completion)
         if row_is_finished:
@@ -291,9 +298,16 @@ class Loop:
         self._ledger.show_progress(rows_done=self._meter.rows_done, rows_failed=failed)
 
     def _watch(self) -> None:
-        """Tell the watchdog of any progress: rows read, tokens computed, rows finished, parts written."""
-        stats, collector = self._engine.stats(), self._collector
-        state = (stats.prompt_tokens, stats.output_tokens, self._meter.rows, collector.open_rows, len(collector))
+        """Tell the watchdog of any progress: rows read, tokens computed, samples finished, parts written.
+
+        While the engine has nothing to do, processor time counts too: the feeder may be passing over gigabytes of a
+        compressed file that are done, the writer may read a large shard again.
+        """
+        stats = self._engine.stats()
+        computed = (stats.prompt_tokens, stats.output_tokens, self._samples_finished)
+        state: tuple[int, ...] = (*computed, self._batches_read, self._parts_written)
+        if not self._engine.has_work:
+            state += (int(self._feeder.cpu_seconds() / CPU_STEP_SECONDS), int(time.process_time() / CPU_STEP_SECONDS))
         if state != self._state:
             self._state = state
             self._watchdog.touch()
@@ -308,17 +322,20 @@ class Loop:
     def _judge_failures(self) -> None:
         """DataError when more rows failed than the job allows, earlier starts included.
 
-        A share is one of all rows, those that wait included: bad rows are finished sooner than good ones. A trial,
-        which sees some of the rows, passes it only when all of them failed.
+        A share is one of all rows, those that wait or are still to be read included: bad rows are finished sooner than
+        good ones, and may stand together. A trial, which sees some of the rows, passes it only when all of them failed.
         """
         failed = self._meter.rows_failed_before + sum(self._meter.failed.values())
         seen = self._meter.rows_done + self._collector.open_rows
         allowed = self._spec.errors.max_failed
         if isinstance(allowed, float):
             known = self._feeder.finished or seen >= ROWS_BEFORE_JUDGING
+            total = seen
             if self._start.limit is not None:  # a trial says little of all rows, unless nothing works at all
                 allowed = 1.0 - 1e-9
-            if not known or failed <= allowed * seen:
+            elif self._spec.input.where is None and not self._feeder.finished:  # how many pass a filter nobody knows
+                total = max(seen, self._meter.total_rows or 0)
+            if not known or failed <= allowed * total:
                 return
         elif failed <= allowed:
             return
@@ -328,9 +345,9 @@ class Loop:
         if self._failed_before:
             codes += f"\n  and in results of earlier starts: {_listed(self._failed_before)}"
         raise DataError(
-            f"{failed:,} of {seen:,} rows failed, more than errors.max_failed allows{codes}\nFinished rows are kept: "
-            "to go on with them, allow more failures and run again; after a change of prompt or input use another "
-            "output.path, or --overwrite"
+            f"{failed:,} of {seen:,} rows failed, more than errors.max_failed allows{codes}\nIf the job file or the "
+            "input is wrong, correct it and use another output.path, or --overwrite. If these rows may fail, allow "
+            "more of them and run again: finished rows are kept"
         )
 
 

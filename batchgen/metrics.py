@@ -21,6 +21,7 @@ class Meter:
 
     exact_total: int | None = None  # of rows, once all are read
     sizes: dict[int, int] = field(default_factory=dict)  # of the files to be read, in bytes
+    rows_elsewhere: int = 0  # of files that need not be read any more
     rows_before: int = 0  # committed by earlier starts
     rows_failed_before: int = 0  # of these
     rows: int = 0  # finished by this start
@@ -65,7 +66,7 @@ class Meter:
             return self.exact_total
         rows = sum(seen / share for seen, share in self._shares.values())
         size = sum(self.sizes[file] for file in self._shares)
-        return round(rows * sum(self.sizes.values()) / size) if size else None
+        return self.rows_elsewhere + round(rows * sum(self.sizes.values()) / size) if size else None
 
     def tick(self, computed_prompt_tokens: int, computed_output_tokens: int) -> None:
         """Note the engine's running totals of computed tokens; call about once a second."""

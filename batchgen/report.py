@@ -49,7 +49,8 @@ class Progress:
         self._next = now + (1.0 if self._bar is not None else self._interval)
         text = self._text(kv_share, running)
         if self._bar is None:
-            total = "?" if self._meter.total_rows is None else f"{self._meter.total_rows:,}"
+            about = "~" if self._meter.exact_total is None else ""
+            total = "?" if self._meter.total_rows is None else f"{about}{self._meter.total_rows:,}"
             print(f"{self._meter.rows_done:,}/{total} rows{text}", file=self._stream, flush=True)
             return
         self._bar.total = self._meter.total_rows

@@ -37,6 +37,9 @@ class InlineFeeder:
     def __exit__(self, *exc: object) -> None:
         pass
 
+    def cpu_seconds(self) -> float:
+        return 0.0
+
     def poll(self) -> RowBatch | None:
         batch = next(self._batches, None)
         self.finished = batch is None

@@ -71,7 +71,8 @@ def test_ended_killed_and_run_again(tmp_path: Path, uninterrupted: list[dict]) -
     first.send_signal(signal.SIGTERM)
     out, err = first.communicate(timeout=20)
     assert first.returncode == 75, err
-    assert json.loads(out.splitlines()[-1]) == {"status": "interrupted", "reason": "signal"}
+    end = json.loads(out.splitlines()[-1])
+    assert (end["status"], end["reason"], end["exit_code"]) == ("interrupted", "signal", 75)
     assert "run the same command again" in err
     second = start(job)
     wait_for_tokens(out_folder, second)

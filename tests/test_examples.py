@@ -121,7 +121,7 @@ def code_blocks(document: str, language: str) -> list[str]:
 
 
 def test_the_readmes_job_file_is_a_job() -> None:
-    (text,) = code_blocks(README, "yaml")
+    text = code_blocks(README, "yaml")[0]
     job = spec.parse(jobfile.parse_mapping(text, "README.md"))
     assert job.name == "reviews" and job.sampling.stop == ("\n\n",)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -131,3 +134,93 @@ def test_a_spot_notice_drains(tmp_path: Path, model_folder: Path, monkeypatch: p
         start(a_job, FakeModel(model_folder, engine), job.RunOptions(spot="aws"))
     assert stopped.value.reason == "spot"
     assert start(a_job, FakeModel(model_folder))["rows"] == 400
+
+
+def test_rows_that_need_no_engine_wait_for_the_writer(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Failed rows never reach the engine; with a slow store behind the writer they must not pile up in memory."""
+    monkeypatch.setattr(loop, "MAX_OPEN_BYTES", 64 << 10)
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"".join(orjson.dumps({"key": f"k{i}", "carried": "x" * 500}) + b"\n" for i in range(4000)))
+    write = loop.PartWriter.write
+    monkeypatch.setattr(loop.PartWriter, "write", lambda *given: (time.sleep(0.02), write(*given))[1])
+    largest, add = 0, loop.Collector.add
+
+    def watched(self: loop.Collector, batch: object) -> None:
+        nonlocal largest
+        add(self, batch)  # type: ignore[arg-type]
+        largest = max(largest, self.size)
+
+    monkeypatch.setattr(loop.Collector, "add", watched)
+    a_job = job_of(tmp_path, path, output__columns=["carried"], errors__max_failed=4000)
+    assert start(a_job, FakeModel(model_folder))["rows_failed"] == 4000
+    assert largest < (64 << 10) + 512 * 1000  # the bound, and a few batches
+
+
+def test_bad_rows_that_stand_together_do_not_end_a_good_job(tmp_path: Path, model_folder: Path) -> None:
+    """A share of failed rows is one of all rows, those that are not read yet included."""
+    path = tmp_path / "rows.jsonl"
+    bad = [{"key": f"k{i}", "other": "x" * 20} for i in range(60)]
+    good = [{"key": f"k{i}", "text": "fine" + "x" * 20} for i in range(60, 6000)]
+    path.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in [*bad, *good]))
+    slow = FakeEngine(running=200, think=lambda: time.sleep(0.001))
+    assert start(job_of(tmp_path, path, errors__max_failed=0.02), FakeModel(model_folder, slow))["rows_failed"] == 60
+
+
+def test_filtered_rows_count_against_the_limit(tmp_path: Path, model_folder: Path) -> None:
+    """A limit is one of input rows, whether or not a filter lets any of them through."""
+    for name, first in (("a.jsonl", 100), ("b.jsonl", 0)):
+        write_rows(tmp_path / "in", 10, name, start=first)
+    for where, limit, kept in (
+        ('key == "k0"', 7, []),
+        ('key == "k0"', 11, ["k0"]),
+        ('key == "k103"', 7, ["k103"]),
+        ('key == "k109"', 7, []),
+    ):
+        a_job = job_of(tmp_path, tmp_path / "in", input__where=where, output__path=str(tmp_path / f"{where}{limit}"))
+        summary = start(a_job, FakeModel(model_folder), job.RunOptions(limit=limit))
+        assert summary["rows"] == len(kept), (where, limit)
+        assert start(a_job, FakeModel(model_folder))["rows"] == 1
+
+
+def test_shards_that_a_filter_empties_are_progress(tmp_path: Path, model_folder: Path) -> None:
+    """The watchdog must not take a run for dead whose rows are all dropped, or all wait for the writer."""
+    a_job = job_of(
+        tmp_path,
+        write_rows(tmp_path / "in", 3000, "rows.jsonl"),
+        input__where='key == "k2999"',
+        errors__stall_timeout=0.7,
+        output__shard_rows=100,
+    )
+    write = loop.PartWriter.write
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.PartWriter, "write", lambda *given: (time.sleep(0.1), write(*given))[1])
+        assert start(a_job, FakeModel(model_folder))["rows"] == 1
+
+
+def test_ids_that_repeat_in_different_shards_are_warned_of(
+    tmp_path: Path, model_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a.parquet", "b.parquet"):
+        write_rows(tmp_path / "in", 40, name)
+    start(job_of(tmp_path, tmp_path / "in"), FakeModel(model_folder))
+    assert caplog.text.count("ids repeat in column key") == 1
+
+
+def test_a_signal_that_somebody_swallowed_still_ends_the_start(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a run is opened, foreign code may take the exception for a failure of its own."""
+    opened = []
+
+    def opener(spec: object) -> FakeModel:
+        with contextlib.suppress(Exception):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+        opened.append(FakeModel(model_folder))
+        return opened[0]
+
+    with pytest.raises(Interrupted, match="SIGTERM received before the first step"):
+        job.run(job_of(tmp_path, write_rows(tmp_path / "in", 10)), model_opener=opener)
+    assert not opened[0].engines

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
-from batchgen.errors import DataError, NoInputError, PermissionDenied, StorageError
+from batchgen.errors import DataError, Interrupted, NoInputError, PermissionDenied, StorageError
 from batchgen.io.storage import Entry, SteadyFile, bucket_missing, local_path, naming
 from batchgen.io.stores import open_disk
 
@@ -163,7 +163,7 @@ class _Finder:
             try:
                 folders = {name for name in (*TABLE_MARKERS, "metadata") if self._is_folder(above + name)}
                 self._refuse_table(above, folders)
-            except DataError:
+            except (DataError, Interrupted):
                 raise
             except Exception:  # a precaution only: who may read a folder need not be allowed to look above it
                 return

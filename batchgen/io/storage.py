@@ -97,7 +97,9 @@ def bucket_missing(error: BaseException) -> bool:
 
 
 def no_bucket(path: str) -> ConfigError:
-    return ConfigError(f"{path}: there is no such bucket or container; create it, or correct the URL")
+    return ConfigError(
+        f"{'/'.join(path.split('/')[:3])}: there is no such bucket or container; create it, or correct the URL"
+    )
 
 
 @contextlib.contextmanager
