@@ -98,8 +98,7 @@ def input_fields(spec: JobSpec, files: Sequence[InputFile], formats: Sequence[st
     names, id_name = spec.output.columns, spec.input.id_column
     if not names and id_name is None:
         return InputFields(())
-    options = spec.input.storage_options
-    schemas = [sources.schema(file, kind, options) for file, kind in zip(files, formats, strict=True)]
+    schemas = sources.schemas(files, formats, spec.input.storage_options)
     tables = [schema for schema in schemas if schema is not None]
     only_tables = bool(tables) and len(tables) == len(files)
     if names == "all":
@@ -219,10 +218,14 @@ def _json_text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else _json_text(value)
+
+
 CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "json": _json_text,
-    "text": lambda value: value if isinstance(value, str) else _json_text(value),
-    "custom_id": lambda value: value if isinstance(value, str) else _json_text(value),
+    "text": _text,
+    "custom_id": _text,
     "endpoint": openai.endpoint_of,
     "model": openai.model_of,
 }

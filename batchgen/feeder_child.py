@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import os
 import pickle
@@ -31,6 +32,8 @@ from batchgen.spec import JobSpec
 from batchgen.tokenizer import Tokenizer
 from batchgen.types import NO_TOKENS, RowError, SamplingParams, ShardRange, TokenIds
 from batchgen.where import Filter
+
+logger = logging.getLogger(__name__)
 
 BIG_TEXT = 64 << 10  # longer prompts are encoded one by one, so that a slow one is known
 RENDER_MEMORY = 1 << 30  # bytes that rendering a chunk's rows may take on top
@@ -166,6 +169,7 @@ class State:
 
 def child_main(pipe: int, state: int) -> None:
     """The child process's whole life. The parent's signals to stop are not for it: it is stopped by its parent."""
+    logging.basicConfig(format="batchgen: %(message)s", level=logging.WARNING)
     with contextlib.suppress(OSError):
         os.nice(19)
     try:
@@ -241,11 +245,10 @@ class Worker:
         self._check_where()
 
     def _check_where(self) -> None:
-        """ConfigError where all rows were read and none had a column of the filter: a typing error drops them."""
-        whole = self.task.limit is None and self.task.resume[0] < 0 and not any(self.task.done.values())
-        if whole and self.where is not None and self.where.rows_seen and self.where.unseen:
-            missing = sorted(self.where.unseen)[0]
-            raise ConfigError(f"input.where: no row has a column {missing!r}; correct the filter, and run again")
+        """A warning where no row had a column of the filter; only JSON Lines can go without one that is meant."""
+        if self.where is not None and self.where.rows_seen and self.where.unseen:
+            missing = ", ".join(map(repr, sorted(self.where.unseen)))
+            logger.warning("input.where: none of the rows read has a column %s, which counts as null", missing)
 
     def _rows_done(self, file: InputFile) -> int:
         """How far the shards that are done reach into a file."""

@@ -164,7 +164,7 @@ def shape(spec: JobSpec) -> dict[str, Any]:
 
 def columns_of(spec: JobSpec, files: Sequence[InputFile]) -> tuple[list[str], InputFields, pa.Schema]:
     """The input files' formats, the columns that are carried over from them, and the columns of the results."""
-    formats = [sources.detect(file, spec.input.format, spec.input.storage_options) for file in files]
+    formats = sources.detect_all(files, spec.input.format, spec.input.storage_options)
     fields = input_fields(spec, files, formats)
     schema = sinks.result_schema(id_field=fields.id, carried=fields.carried, token_ids=spec.output.token_ids)
     if spec.output.format == "openai":

@@ -22,7 +22,7 @@ def preview(
 ) -> Iterator[dict[str, Any]]:
     """The first `n` rows: the prompt as the model sees it, and its answers. Writes nothing."""
     files = expand(spec.input.path, spec.input.storage_options, allow_empty=spec.input.allow_empty)
-    formats = [sources.detect(file, spec.input.format, spec.input.storage_options) for file in files]
+    formats = sources.detect_all(files, spec.input.format, spec.input.storage_options)
     model = model_opener(spec)
     spec = spec.model_copy(update={"sampling": resolved_sampling(spec, model)})
     default = spec.sampling.params()

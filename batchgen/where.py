@@ -28,7 +28,6 @@ COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }
-IN_STATISTICS = (str, int, float, datetime.date, datetime.datetime)  # their order there is Python's
 ORDERED = ("text", "a number", "a date", "a date and time", "a time of day")
 TIMES: dict[str, Callable[[str], Any]] = {
     "a date": datetime.date.fromisoformat,
@@ -51,11 +50,16 @@ class ParseError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What is known of a column's values in a group of rows: the least and the greatest, and if any is null."""
+    """What is known of a column's values in a group of rows: what none is below, what none is above, and if any is
+    null. Both are None where all are null."""
 
     least: Any
     greatest: Any
     has_null: bool
+
+    @property
+    def nothing_but_nulls(self) -> bool:
+        return self.has_null and self.least is None and self.greatest is None
 
 
 # The ways a condition can turn out over a group of rows; ERROR is a row that does not fit it.
@@ -149,10 +153,18 @@ def _exact(value: Any, other: Any) -> Any:
 
 
 def _zoned(value: Any, other: Any) -> Any:
-    """Of two times only one of which has a zone, the other one is in UTC."""
-    if isinstance(value, datetime.datetime) and value.tzinfo is None and other.tzinfo is not None:
+    """Of two times only one of which has a zone, the other one is in UTC. Python compares two times of one zone by what
+    the clock shows, which repeats when summer ends: UTC does not."""
+    if not isinstance(value, datetime.datetime | datetime.time) or (value.tzinfo is None and other.tzinfo is None):
+        return value
+    if value.tzinfo is None:
         return value.replace(tzinfo=datetime.timezone.utc)
-    return value
+    if isinstance(value, datetime.time):
+        return value
+    try:
+        return value.astimezone(datetime.timezone.utc)
+    except OverflowError:  # within hours of the year 1 or 10000
+        return value
 
 
 def _time(kind: str, text: str) -> Any:
@@ -168,7 +180,15 @@ def _compare(compare: Callable[[Any, Any], bool], left: Any, right: Any, what: s
     left, right = _alike(left, right, what)
     if compare not in (operator.eq, operator.ne) and _kind(left) not in ORDERED:
         raise Mismatch(f"{what} puts {_kind(left)} in order")
-    return compare(left, right)
+    return _held(compare, left, right, what)
+
+
+def _held(compare: Callable[[Any, Any], bool], left: Any, right: Any, what: str) -> bool:
+    """Two values of one kind, compared. Whatever Python cannot compare is the row's error."""
+    try:
+        return compare(left, right)
+    except (TypeError, ArithmeticError, RecursionError) as error:
+        raise Mismatch(f"{what} cannot be told: {error}") from None
 
 
 def _contains(item: Any, whole: Any, what: str) -> bool | None:
@@ -307,7 +327,7 @@ class _Parser:
 
         def outcomes(bounds: Callable[[str], Bounds | None]) -> int:
             known = None if name is None else bounds(name)
-            if known is None or known.has_null or isinstance(known.least, float):  # NaN counts as null
+            if known is None or known.has_null or known.least is None or isinstance(known.least, float):  # NaN is null
                 return ANY
             return FALSE if wanted else TRUE
 
@@ -480,13 +500,16 @@ def _over(known: Bounds | None, compare: Callable[[Any, Any], bool], constant: A
     """How comparing a column's values with a constant can turn out."""
     if known is None:
         return ANY
-    if known.least is None:  # nothing but nulls
+    if known.nothing_but_nulls:
         return UNKNOWN
-    if type(known.least) not in IN_STATISTICS:
+    if _null(known.least) or _null(known.greatest):
         return ANY
     try:
         low, value = _alike(known.least, constant, "")
         high = _alike(known.greatest, constant, "")[0]
+        if _kind(low) not in ORDERED or not _held(operator.le, low, high, ""):
+            return ANY
+        _held(operator.le, low, value, "")
     except Mismatch:
         return ANY
     constant = value

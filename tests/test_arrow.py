@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from inputs import chunks, put, ranges, rows, values
 
 from batchgen.errors import ConfigError, DataError
+from batchgen.io import rows as row_limits
 from batchgen.io.files import InputFile
 from batchgen.io.sources import detect, schema
 from batchgen.types import ShardRange
@@ -93,6 +95,33 @@ def test_shards_across_batches(tmp_path: Path, stream: bool) -> None:
     for empty in (numbered(0), numbered(0, 0)):
         (chunk,) = chunks(put_arrow(tmp_path, empty, stream))
         assert (chunk.rows, chunk.end, chunk.last) == ([], None, True)
+
+
+@KINDS
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_shards_end_by_bytes_whatever_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool, compression: str | None
+) -> None:
+    """Long rows make short shards, the same ones with any columns, any filter and any shards done."""
+    monkeypatch.setattr(row_limits, "SHARD_BYTES", 10_000)
+    lengths = (3, 0, 40, 1, 30)
+    texts = [os.urandom(500 if i < 43 else 5_000 if i == 43 else 40).hex() for i in range(sum(lengths))]
+    table = pa.table({"n": range(len(texts)), "text": texts, "kind": pa.array(texts).dictionary_encode()})
+    (whole,) = table.to_batches()
+    batches = [whole.slice(sum(lengths[:i]), length) for i, length in enumerate(lengths)]
+    for names in (["n", "text"], ["n", "text", "kind"]):
+        file = put_arrow(tmp_path, [one.select(names) for one in batches], stream, compression=compression)
+        places = ranges(file)
+        assert sum(place.num_rows for place in places) == len(texts) and len(places) >= 3
+        if "kind" not in names and compression is None:
+            held = [sum(map(len, texts[p.first_row : p.first_row + p.num_rows])) for p in places]
+            assert all(9_000 < size < 21_000 for size in held[:-1]), held
+        assert ranges(file, columns=["n"]) == ranges(file, columns=[]) == ranges(file, where="n < 9") == places
+        assert [place.num_rows for place in ranges(file, shard_rows=50)] == [50, 24]
+        for shard in range(len(places)):
+            done: dict[int, ShardRange | None] = {place.shard: place for place in places if place.shard != shard}
+            assert ranges(file, columns=["n"], done=done) == [places[shard]]
+            assert ranges(file, columns=["n"], done={**done, shard: None}) == [places[shard]]
 
 
 def test_done_shards_of_a_file_are_not_read(tmp_path: Path) -> None:

@@ -314,10 +314,22 @@ def test_a_filter_with_a_typing_error(run: Any, tmp_path: Path) -> None:
     fails(run, table.path, ConfigError, 78, "no input file has a column 'star'.*stars", input={"where": "star > 3"})
     lines = put(tmp_path, b'{"prompt":"x","stars":5}\n' * 9)
     where = "stars > 3 and lang == 'en'"
-    fails(run, lines.path, ConfigError, 78, "no row has a column 'lang'", input={"where": where})
+    fails(run, lines.path, NoInputError, 66, "none of the rows passes stars > 3 and lang", input={"where": where})
     fails(run, lines.path, NoInputError, 66, "input.where: none of the rows passes", input={"where": "stars > 7"})
     summary, found = run(lines.path, input={"where": "stars > 7", "allow_empty": True})
     assert summary["rows"] == 0 and found == [] and summary["complete"]
+
+
+def test_a_filter_may_name_a_column_that_json_lines_leave_out(
+    run: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What is null in every row stands in none; it is said, once, and the job ends as any other."""
+    lines = put(tmp_path, b"".join(b'{"prompt":"p%d"}\n' % i for i in range(9)))
+    for _ in range(2):
+        summary, found = run(lines.path, out="o", input={"where": "deleted is None and prompt != 'p3'"})
+        assert (summary["status"], summary["complete"], summary["rows"], len(found)) == ("done", True, 8, 8)
+    said = capfd.readouterr().err
+    assert said.count("batchgen: input.where: none of the rows read has a column 'deleted', which counts as null") == 1
 
 
 def test_folders_give_columns(run: Any, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import os
+import threading
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from inputs import chunks, put, put_table, ranges, rows, values, zstd
 from batchgen.errors import ConfigError, DataError, StorageError
 from batchgen.io import jsonline, lines, sources, storage
 from batchgen.io import rows as row_limits
-from batchgen.io.files import InputFile, expand
+from batchgen.io.files import InputFile, expand, open_input
 from batchgen.io.localdisk import LocalDisk
 from batchgen.io.partitions import partitions
 from batchgen.io.sources import Chunk, Row, content_proof, detect, read_shards, schema
@@ -412,6 +413,30 @@ def test_detect_by_bytes_then_suffix(tmp_path: Path) -> None:
             found(data, name, declared)
 
 
+def test_many_files_are_looked_at_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for i in range(60):
+        put(tmp_path, [b'{"a":1}\n', b"b,c\n1,2\n", b"text\n"][i % 3], f"{i:02}{('.jsonl', '.csv', '.txt')[i % 3]}")
+    put_table(tmp_path, pa.table({"d": [1]}), "99.parquet")
+    files = expand([str(tmp_path)], {})
+    together, calls = threading.Barrier(sources.FILES_AT_ONCE), itertools.count()
+
+    def patient(*arguments: Any) -> Any:
+        if next(calls) < sources.FILES_AT_ONCE:
+            together.wait(timeout=20)
+        return open_input(*arguments)
+
+    monkeypatch.setattr(sources, "open_input", patient)
+    formats = sources.detect_all(files, "auto", {})
+    assert formats == [*["jsonl", "csv", "text"] * 20, "parquet"]
+    names = [found and found.names for found in sources.schemas(files, formats, {})]
+    assert names == [*[None, ["b", "c"], ["text"]] * 20, ["d"]]
+    assert sources.detect_all([], "auto", {}) == [] and sources.schemas([], [], {}) == []
+    for name in ("20.csv", "07.csv", "31.csv"):
+        (tmp_path / name).write_bytes(b"PK\x03\x04\0")
+    with pytest.raises(DataError, match=r"07\.csv: a zip"):  # the first one, whichever was looked at first
+        sources.detect_all(files, "auto", {})
+
+
 def test_content_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def proof(data: bytes, name: str = "x.jsonl") -> str:
         return content_proof(put(tmp_path, data, name), {})
@@ -746,6 +771,52 @@ def test_a_filter_leaves_shards_as_they_are(
     assert [chunk.last for chunk in found] == [False] * (len(found) - 1) + [True]
     batches = [(chunk.batch, chunk.rows) for chunk in found if chunk.batch is not None]
     assert all(batch.to_pylist() == [row.values for row in rows] for batch, rows in batches)
+
+
+def hard_values(kind: str, folder: Path, data: list[tuple[bytes | None, ...]]) -> InputFile:
+    """Columns a, b, c of text, some of which is not UTF-8."""
+    folder = folder / "day=1"
+    columns = [pa.array(column, pa.binary()).view(pa.string()) for column in zip(*data, strict=True)]
+    table = pa.table(dict(zip("abc", columns, strict=True)))
+    if kind == "parquet":
+        return put_table(folder, table, row_group_size=3)
+    if kind.startswith("arrow"):
+        return put(folder, arrow(table, stream=kind == "arrow stream", batch_rows=4), "x.arrow")
+    if kind == "csv":
+        return put(folder, b"a,b,c\n" + b"".join(b",".join(one or b"" for one in row) + b"\n" for row in data), "x.csv")
+    quoted = [[b"null" if one is None else b'"' + one + b'"' for one in row] for row in data]
+    return put(folder, b"".join(b'{"a":%b,"b":%b,"c":%b}\n' % tuple(row) for row in quoted))
+
+
+hard = st.sampled_from([None, b"0", b"1", b"2", b"x", b"\xff", b"1\xc3"])
+TERMS = ["a == '1'", "a != '1'", "b > '0'", "int(b) > 0", "c is None", "c is not None", "day == '1'", "day != '1'"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    data=st.lists(st.tuples(hard, hard, hard), min_size=1, max_size=12),
+    terms=st.lists(st.sampled_from(TERMS), min_size=1, max_size=2),
+    operator=st.sampled_from([" and ", " or "]),
+    replace=st.booleans(),
+)
+def test_which_rows_pass_does_not_depend_on_what_is_read_of_them(
+    tmp_path_factory: pytest.TempPathFactory,
+    data: list[tuple[bytes | None, ...]],
+    terms: list[str],
+    operator: str,
+    replace: bool,
+) -> None:
+    """A part's carried columns are read again without the others, and have to be those of the same rows."""
+    passed = {}
+    for kind in ("jsonl", "csv", "arrow file", "arrow stream", "parquet"):
+        file = hard_values(kind, tmp_path_factory.getbasetemp(), data)
+        found = []
+        for columns in (None, [], ["a"], ["b", "c"], ["c", "day"], ["day", "gone"]):
+            seen = rows(file, columns=columns, where=operator.join(terms), shard_rows=5, replace_unicode=replace)
+            found.append([row.number for row in seen])
+        assert found == [found[0]] * len(found), kind
+        passed[kind] = found[0]
+    assert passed["csv"] == passed["arrow file"] == passed["arrow stream"]
 
 
 def test_done_shards_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

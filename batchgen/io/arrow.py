@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from batchgen.errors import DataError
 from batchgen.io.files import open_input
-from batchgen.io.rows import CHUNK_BYTES, CHUNK_ROWS, SHARD_ROWS, Chunk, Request
+from batchgen.io.rows import CHUNK_BYTES, CHUNK_ROWS, Chunk, Request
 from batchgen.io.streams import corrupt
 from batchgen.io.tables import Rows
 from batchgen.types import ShardRange
@@ -23,13 +23,15 @@ STREAM_MAGIC = b"\xff\xff\xff\xff"  # stands before every message
 END_OF_STREAM = STREAM_MAGIC + b"\0\0\0\0"
 # Places of the fields that are read by hand, in Arrow's File.fbs and Message.fbs
 FOOTER_BATCHES, MESSAGE_HEADER, BATCH_LENGTH = 3, 2, 0
-BLOCK = struct.Struct("<qi4xq")  # offset, length of the metadata, length of the body
+BLOCK = struct.Struct("<qi4xq")  # offset, length of the metadata, length of the body; of the footer's list
 
 
 class _Batch(NamedTuple):
-    """A batch that is read when it is asked for. `last` is the last one of the file that has rows."""
+    """A batch that is read when it is asked for. `num_bytes` is its size in the file, all columns, as it is stored;
+    `last` is the last one of the file that has rows."""
 
     num_rows: int
+    num_bytes: int
     last: bool
     load: Callable[[], pa.RecordBatch]
 
@@ -41,26 +43,26 @@ def schema(path: str, storage_options: Mapping[str, Any]) -> pa.Schema:
 
 def read(request: Request) -> Iterator[Chunk]:
     file, done = request.file, request.done
-    shard_rows = request.shard_rows or SHARD_ROWS
-    row = shard = first = 0  # the open shard and its first row
+    max_rows, max_bytes = request.limits()
+    row = shard = first = size = 0  # the open shard, its first row and its bytes so far
     finished = False
     with open_input(request.path, request.storage_options) as raw, corrupt(request.path, lambda: row):
         names = _open(raw)[0].schema.names
         rows_of = Rows(request, names)
         for found in _batches(raw, file.size, request.path, names, rows_of.columns):
             batch: pa.RecordBatch | None = None
-            taken = 0
+            taken, row_bytes = 0, max(1, found.num_bytes // found.num_rows)
             while taken < found.num_rows:
-                count = min(found.num_rows - taken, first + shard_rows - row)
+                count = min(found.num_rows - taken, first + max_rows - row, -(-(max_bytes - size) // row_bytes))
                 if shard not in done:
                     if batch is None:
                         batch = found.load()
                         step = max(1, min(CHUNK_ROWS, CHUNK_BYTES * batch.num_rows // max(batch.nbytes, 1)))
                     count = min(count, step)
                 piece_at, number = taken, row
-                taken, row = taken + count, row + count
+                taken, row, size = taken + count, row + count, size + count * row_bytes
                 at_end = found.last and taken == found.num_rows
-                closed = at_end or row == first + shard_rows
+                closed = at_end or row == first + max_rows or size >= max_bytes
                 end = ShardRange(file.number, shard, first, row - first, 0, 0) if closed else None
                 share = min(raw.tell() / max(file.size, 1), 1.0)
                 if batch is not None and shard not in done:
@@ -76,7 +78,7 @@ def read(request: Request) -> Iterator[Chunk]:
                     elif (known.first_row, known.num_rows) != (end.first_row, end.num_rows):
                         raise request.changed(shard, f"row {known.first_row}", f"row {end.first_row}")
                 if closed:
-                    shard, first = shard + 1, row
+                    shard, first, size = shard + 1, row, 0
     if not finished:
         yield Chunk(shard, [], None, True)
 
@@ -101,9 +103,9 @@ def _batches(raw: BinaryIO, size: int, path: str, names: Sequence[str], columns:
         return batch.select(list(columns))
 
     if not is_stream:
-        lengths = _batch_lengths(raw, size)
-        last = max((number for number, length in enumerate(lengths) if length), default=-1)
-        for number, length in enumerate(lengths):
+        sizes = _batch_sizes(raw, size)
+        last = max((number for number, (length, _) in enumerate(sizes) if length), default=-1)
+        for number, (length, num_bytes) in enumerate(sizes):
 
             def load(number: int = number, length: int = length) -> pa.RecordBatch:
                 batch = reader.get_batch(number)
@@ -112,25 +114,26 @@ def _batches(raw: BinaryIO, size: int, path: str, names: Sequence[str], columns:
                 return shaped(batch)
 
             if length:
-                yield _Batch(length, number == last, load)
+                yield _Batch(length, num_bytes, number == last, load)
         return
-    held: pa.RecordBatch | None = None  # one is read ahead, so that the last one is known to be the last
+    held: _Batch | None = None  # one is read ahead, so that the last one is known to be the last
     while True:
+        begin = raw.tell()
         try:
             batch = reader.read_next_batch()
         except StopIteration:
             break
         except (pa.ArrowException, OSError):
             if held is not None:
-                yield _Batch(held.num_rows, False, lambda held=held: shaped(held))  # type: ignore[misc]
+                yield held
             raise
         if batch.num_rows:
             if held is not None:
-                yield _Batch(held.num_rows, False, lambda held=held: shaped(held))  # type: ignore[misc]
-            held = batch
+                yield held
+            held = _Batch(batch.num_rows, raw.tell() - begin, False, lambda batch=batch: shaped(batch))  # type: ignore[misc]
     _check_end_of_stream(raw, size, path)
     if held is not None:
-        yield _Batch(held.num_rows, True, lambda: shaped(held))
+        yield held._replace(last=True)
 
 
 def _check_end_of_stream(raw: BinaryIO, size: int, path: str) -> None:
@@ -160,11 +163,11 @@ def _check(batch: pa.RecordBatch) -> None:
                     raise
 
 
-# The number of rows in each batch of a file, which pyarrow only tells after it has read the batch. These few numbers
+# The rows and bytes of each batch of a file, which pyarrow only tells after it has read the batch. These few numbers
 # are taken from the flatbuffers by hand.
 
 
-def _batch_lengths(raw: BinaryIO, size: int) -> list[int]:
+def _batch_sizes(raw: BinaryIO, size: int) -> list[tuple[int, int]]:
     try:
         raw.seek(size - 10)
         length = int.from_bytes(raw.read(4), "little")
@@ -175,7 +178,7 @@ def _batch_lengths(raw: BinaryIO, size: int) -> list[int]:
             return []
         vector = field + _u32(footer, field)
         blocks = [BLOCK.unpack_from(footer, vector + 4 + BLOCK.size * i) for i in range(_u32(footer, vector))]
-        return [_batch_length(raw, offset, meta_length) for offset, meta_length, _ in blocks]
+        return [(_batch_length(raw, offset, meta), meta + body) for offset, meta, body in blocks]
     except (struct.error, ValueError) as error:
         raise pa.ArrowInvalid(f"its list of record batches cannot be read: {error}") from error
 

@@ -7,7 +7,7 @@ can go on, and because a bad row must not take its neighbours along.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -180,26 +180,41 @@ class _Rows:
     """Makes rows of records."""
 
     def __init__(self, request: Request, header: Header, numbers: LineNumbers) -> None:
-        self._header, self._numbers = header, numbers
+        self._request, self._header, self._numbers = request, header, numbers
         self._errors = "replace" if request.replace_unicode else "strict"
-        self._needed = [(header.names.index(name), name) for name in request.needed(header.names)]
+        needed = [(header.names.index(name), name) for name in request.needed(header.names)]
+        self._judged = [column for column in needed if column[1] in request.judged()]
+        self._others = [column for column in needed if column[1] not in request.judged()]
 
-    def make(self, number: int, record: bytes | None, line: int) -> Row:
+    def make(self, number: int, record: bytes | None, line: int) -> Row | None:
         if record is None:
             return Row(number, None, overlong(line, self._numbers))
         values = _values(record.removesuffix(b"\r"), self._header.delimiter)
         if values is None or len(values) != len(self._header.names):
             return Row(number, None, self._misshapen(record, values, line))
-        row = Row(number, {})
-        assert row.values is not None
-        for place, name in self._needed:
+        found: dict[str, Any] = {}
+        row = Row(number, found)
+        self._fill(row, found, self._judged, values, line)
+        if not self._request.keeps(row):
+            return None
+        self._fill(row, found, self._others, values, line)
+        return self._request.shaped(row)
+
+    def _fill(
+        self,
+        row: Row,
+        found: dict[str, Any],
+        columns: Sequence[tuple[int, str]],
+        values: Sequence[bytes | None],
+        line: int,
+    ) -> None:
+        for place, name in columns:
             value = values[place]
             try:
-                row.values[name] = None if value is None else value.decode("utf-8", self._errors)
+                found[name] = None if value is None else value.decode("utf-8", self._errors)
             except UnicodeDecodeError as error:
-                row.values[name] = None
+                found[name] = None
                 row.error = row.error or not_utf8(error, self._numbers.absolute(line), name)
-        return row
 
     def _misshapen(self, record: bytes, values: list[bytes | None] | None, line: int) -> RowError:
         first = self._numbers.absolute(line)

@@ -92,7 +92,7 @@ def read_records(
     request: Request,
     stream: Stream,
     records: Callable[[int], Iterator[tuple[int, int, Any]]],
-    make: Callable[[int, Any, int], Row],
+    make: Callable[[int, Any, int], Row | None],
     numbers: LineNumbers,
     *,
     begin: int = 0,
@@ -101,11 +101,10 @@ def read_records(
     """The chunks of a file made of records, the first of which begins at offset `begin`.
 
     `records(offset)` gives (line number from there on, offset behind it, content) of each record from `offset` on, and
-    `make(row number, content, line number)` its row.
+    `make(row number, content, line number)` its row, None where the filter drops it.
     """
     file, done = request.file, request.done
     max_rows, max_bytes = request.limits()
-    plain = request.where is None and request.columns is None and not request.partitions
     shard = row = 0
     start = begin
     finished = False
@@ -137,7 +136,7 @@ def read_records(
                 number, end, content = ahead
                 if wanted:
                     made = make(row, content, number)
-                    if plain or request.completed(made):
+                    if made is not None:
                         rows.append(made)
                         chunk_bytes += end - before
                 row += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO
@@ -132,16 +133,36 @@ def _bounds(request: Request, group: pq.RowGroupMetaData, schema: pa.Schema) -> 
         if name not in schema.names:
             value = request.partitions.get(name)
             return Bounds(value, value, value is None) if name in request.partitions else None
-        if places.get(name, -1) < 0 or pa.types.is_nested(schema.field(name).type):
-            return None
+        python = _in_statistics(schema.field(name).type)
+        if places.get(name, -1) < 0 or python is None or (python is str and request.replace_unicode):
+            return None  # U+FFFD may stand beyond the bytes that it replaces
         statistics = group.column(places[name]).statistics
         if statistics is None or not statistics.has_null_count:
             return None
         if statistics.null_count == group.num_rows:
             return Bounds(None, None, True)
         try:
-            return Bounds(statistics.min, statistics.max, statistics.null_count > 0) if statistics.has_min_max else None
+            least, greatest = (statistics.min, statistics.max) if statistics.has_min_max else (None, None)
         except (ValueError, OverflowError, pa.ArrowException):  # text that is not UTF-8, a time beyond Python's
             return None
+        if type(least) is not python or type(greatest) is not python:
+            return None
+        return Bounds(least, greatest, statistics.null_count > 0)
 
     return bounds
+
+
+def _in_statistics(kind: pa.DataType) -> type | None:
+    """The Python type that values of a column have both as rows and in statistics; None where the two differ (durations
+    and truth values of one byte are numbers in the footer), or their order does."""
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+        return str
+    if pa.types.is_integer(kind):
+        return int
+    if pa.types.is_float32(kind) or pa.types.is_float64(kind):
+        return float
+    if pa.types.is_date(kind):
+        return datetime.date
+    return datetime.datetime if pa.types.is_timestamp(kind) else None

@@ -69,9 +69,11 @@ class Request:
     replace_unicode: bool = False  # text that is not UTF-8 gets U+FFFD instead of failing its row
     nan_as_null: bool = False
     partitions: dict[str, str | None] = field(init=False)
+    _plain: bool = field(init=False)  # rows stay as they are
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "partitions", partitions(self.file.path))
+        object.__setattr__(self, "_plain", self.where is None and self.columns is None and not self.partitions)
 
     @property
     def path(self) -> str:
@@ -89,12 +91,22 @@ class Request:
     def needed(self, names: Iterable[str]) -> list[str]:
         """Those of a file's own columns that have to be read: the wanted ones, and what the filter looks at."""
         names = list(names)
-        more = () if self.where is None else self.where.columns
-        return [name for name in dict.fromkeys([*self.wanted(names), *more]) if name in names]
+        return [name for name in dict.fromkeys([*self.wanted(names), *self.judged()]) if name in names]
 
-    def kept(self, row: Row) -> bool:
-        """If the row passes the filter. A row that cannot be read or judged is kept: it is an error, not gone."""
-        if self.where is None or row.error is not None or row.values is None:
+    def judged(self) -> tuple[str, ...]:
+        """The columns that the filter looks at."""
+        return () if self.where is None else self.where.columns
+
+    def keeps(self, row: Row) -> bool:
+        """If the row passes the filter, by its own columns and those of its folders, which it is given. A row that
+        cannot be read or judged is kept: it is an error, not gone.
+
+        Which other columns are read must make no difference, so they, and what is wrong with them, come later."""
+        if row.values is None:
+            return True
+        for name, value in self.partitions.items():
+            row.values.setdefault(name, value)
+        if self.where is None or row.error is not None:
             return True
         self.where.saw(row.values)
         try:
@@ -103,18 +115,16 @@ class Request:
             row.error = RowError("invalid_row", f"input.where: {error}")
             return True
 
-    def completed(self, row: Row) -> bool:
-        """Give a row its folders' columns, and no others than the wanted ones. False where the filter drops it."""
+    def shaped(self, row: Row) -> Row:
+        """With no other columns than the wanted ones."""
         values = row.values
-        if values is None:
-            return True
-        for name, value in self.partitions.items():
-            values.setdefault(name, value)
-        if not self.kept(row):
-            return False
-        if self.columns is not None:
+        if self.columns is not None and values is not None:
             row.values = {name: values[name] for name in self.columns if name in values}
-        return True
+        return row
+
+    def completed(self, row: Row) -> Row | None:
+        """The row as it is wanted; None where the filter drops it."""
+        return row if self._plain else self.shaped(row) if self.keeps(row) else None
 
     def check_begin(self, shard: int, known: ShardRange, first_row: int, byte_start: int) -> None:
         """A done shard begins where it did."""

@@ -158,6 +158,8 @@ def _plain(value: Any, in_list: bool = False) -> Any:
 
 def _replaced(batch: pa.RecordBatch) -> pa.RecordBatch:
     """A batch whose text is UTF-8 throughout."""
+    if not batch.num_columns:  # a new one would have no rows
+        return batch
     columns = []
     for column in batch.columns:
         try:

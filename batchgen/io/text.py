@@ -22,13 +22,14 @@ def read(request: Request) -> Iterator[Chunk]:
     numbers = LineNumbers(request.path, request.storage_options)
     errors = "replace" if request.replace_unicode else "strict"
 
-    def make(row: int, data: bytes | None, line: int) -> Row:
+    def make(row: int, data: bytes | None, line: int) -> Row | None:
         if data is None:
             return Row(row, None, overlong(line, numbers))
         try:
-            return Row(row, {COLUMN: data.removesuffix(b"\r").decode("utf-8", errors)})
+            made = Row(row, {COLUMN: data.removesuffix(b"\r").decode("utf-8", errors)})
         except UnicodeDecodeError as error:
-            return Row(row, {COLUMN: None}, not_utf8(error, numbers.absolute(line)))
+            made = Row(row, {COLUMN: None}, not_utf8(error, numbers.absolute(line)))
+        return request.completed(made)
 
     with Stream(request.path, request.storage_options) as stream:
         yield from lines.read_records(
