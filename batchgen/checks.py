@@ -12,7 +12,7 @@ from batchgen.io.files import InputFile, expand, open_input
 from batchgen.io.partitions import partitions
 from batchgen.io.storage import local_path
 from batchgen.spec import JobSpec, PromptSpec
-from batchgen.where import Filter
+from batchgen.where import Filter, Mismatch
 
 HEAD_BYTES = 256 << 10  # of a JSON Lines file that `validate` looks at
 
@@ -129,6 +129,10 @@ def _check_columns(spec: JobSpec, file: InputFile, variables: dict[str, str], wh
     for column, key in _wanted(spec, variables):
         if column not in schema.names:
             raise ConfigError(f"{where}: `{key}`: there is no column {column}; {have}")
+    if spec.input.where is not None:
+        options = spec.input.storage_options
+        chunks = sources.read_shards(file, found, columns=None, shard_rows=None, done={}, storage_options=options)
+        _check_filter(spec.input.where, [row.values for row in next(chunks).rows if row.values is not None], where)
     prompt = spec.prompt
     given = any(source is not None for source in (prompt.column, prompt.template, prompt.messages, prompt.token_ids))
     if not given and not any(column in schema.names for column in DEFAULT_COLUMNS):
@@ -136,6 +140,18 @@ def _check_columns(spec: JobSpec, file: InputFile, variables: dict[str, str], wh
             f"{where}: `prompt`: expected one of column, template, messages, token_ids, or input with a column "
             f"{' or '.join(DEFAULT_COLUMNS)}; {have}"
         )
+
+
+def _check_filter(text: str, rows: Sequence[Mapping[str, Any]], where: str) -> None:
+    """A filter that can judge none of the first rows, because it compares text with a number say, fails them all."""
+    wanted, problems = Filter(text), []
+    for row in rows:
+        try:
+            wanted.keeps(row)
+        except Mismatch as error:
+            problems.append(str(error))
+    if rows and len(problems) == len(rows):
+        raise ConfigError(f"{where}: `input.where`: {problems[0]}, in each of the first {len(rows)} rows")
 
 
 def _check_lines(spec: JobSpec, file: InputFile, head: bytes, variables: dict[str, str], where: str) -> None:
@@ -148,6 +164,8 @@ def _check_lines(spec: JobSpec, file: InputFile, head: bytes, variables: dict[st
     rows = [values for line in whole if line.strip() and isinstance(values := parse(line.strip())[0], dict)]
     if not rows:  # compressed, or no JSON Lines: the run will look closer
         return
+    if spec.input.where is not None:
+        _check_filter(spec.input.where, rows, where)
     if spec.input.format == "openai":
         _check_requests(rows, file, where)
     have = set(partitions(file.path)).union(*rows)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from batchgen.ledger import RunStatus
     from batchgen.spec import JobSpec
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
 _CommandT = TypeVar("_CommandT", bound=Callable[..., Any])
 
 
@@ -31,16 +35,24 @@ def main(args: Sequence[str] | None = None) -> None:
             stream.reconfigure(errors="backslashreplace")  # a row may hold what the terminal cannot show
     share_cores()
     state = {"debug": False}
+    for number in STOP_SIGNALS:
+        signal.signal(number, _stop)  # until a run handles them itself
     try:
         code = cli.main(args, prog_name="batchgen", standalone_mode=False, obj=state)
     except click.ClickException as error:
         error.show()
         code = ExitCode.USAGE
     except click.Abort:
-        code = _failed(Interrupted("stopped from the keyboard", reason="signal"), debug=False)
+        code = _failed(Interrupted("stopped by a signal", reason="signal"), debug=False)
     except Exception as error:
         code = _failed(error, debug=state["debug"])
+    for number in (signal.SIGINT, *STOP_SIGNALS):  # all is said; one more signal must not change the exit code
+        signal.signal(number, signal.SIG_IGN)
     sys.exit(code or ExitCode.DONE)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def _failed(error: Exception, *, debug: bool) -> ExitCode:
@@ -220,7 +232,7 @@ def _last_line() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        error = Interrupted("stopped from the keyboard; run the same command again", "signal")
+        error = Interrupted("stopped by a signal; run the same command again", "signal")
         _print_json(_end(error))
         raise error from None
     except (click.ClickException, click.exceptions.Exit, UsageError):

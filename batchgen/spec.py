@@ -256,7 +256,7 @@ class SamplingSpec(Section):
     min_p: kinds.Share = Field(
         default=0.0, description="Drop tokens less likely than this share of the most likely one; 0 is off."
     )
-    n: kinds.Count = Field(default=1, description="Answers for every row; each is a result row of its own.")
+    n: kinds.Samples = Field(default=1, description="Answers for every row; each is a result row of its own.")
     seed: kinds.Seed = Field(
         default=0, description="Seed of all draws; the same seed gives a row the same draws in any batch."
     )

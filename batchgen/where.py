@@ -144,7 +144,8 @@ def _alike(left: Any, right: Any, what: str) -> tuple[Any, Any]:
         return _alike(left, _time(kinds[0], right), what)
     if kinds[0] == "text" and kinds[1] in TIMES:
         return _alike(_time(kinds[1], left), right, what)
-    raise Mismatch(f"{what} compares {kinds[0]} with {kinds[1]}")
+    hint = "; int(...) or float(...) around the text reads it as one" if {*kinds} == {"text", "a number"} else ""
+    raise Mismatch(f"{what} compares {kinds[0]} with {kinds[1]}{hint}")
 
 
 def _exact(value: Any, other: Any) -> Any:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
 import types
@@ -37,8 +38,13 @@ class Result(NamedTuple):
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
     def run(*args: str | Path) -> Result:
-        with pytest.raises(SystemExit) as end:
-            cli.main([str(arg) for arg in args])
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, *cli.STOP_SIGNALS)}
+        try:
+            with pytest.raises(SystemExit) as end:
+                cli.main([str(arg) for arg in args])
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
         captured = capsys.readouterr()
         return Result(int(end.value.code or 0), captured.out, captured.err)
 
@@ -442,6 +448,17 @@ def test_validate_reads_jsonl_as_what_it_is(call: Any, job: Path) -> None:
     assert call("validate", job, "--set", f"input.path={job.parent}/in.jsonl").code == 0
     result = call("validate", job, "--set", f"input.path={job.parent}/in.jsonl", "--set", "input.format=parquet")
     assert result.code == 65 and "not a Parquet file" in result.err
+
+
+@pytest.mark.parametrize("name", ["reviews.csv", "reviews.jsonl"])
+def test_validate_finds_a_filter_that_fails_every_row(call: Any, job: Path, tmp_path: Path, name: str) -> None:
+    rows = {"reviews.csv": "text,stars\ngood,5\nbad,1\n", "reviews.jsonl": '{"text": "good", "stars": "5"}\n'}
+    (tmp_path / name).write_text(rows[name])
+    path = f"input.path={tmp_path / name}"
+    result = call("validate", job, "--set", path, "--set", "input.where=stars <= 3", "--set", "output.columns=[stars]")
+    assert result.code == 78 and "compares text with a number; int(...)" in result.err
+    right = ["--set", "input.where=int(stars) <= 3", "--set", "output.columns=[stars]"]
+    assert call("validate", job, "--set", path, *right).code == 0
 
 
 @pytest.mark.parametrize(

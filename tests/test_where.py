@@ -406,7 +406,8 @@ def test_rows_that_cannot_be_read_or_judged_stay_as_errors(tmp_path: Path) -> No
     found = [(row.number, row.error and row.error.code) for row in rows(file, where="s > 5")]
     assert found == [(1, "invalid_json"), (2, "invalid_row"), (3, None), (5, "invalid_unicode")]
     wrong = rows(file, where="s > 5")[1]
-    assert wrong.error is not None and wrong.error.message == "input.where: `s > 5` compares text with a number"
+    assert wrong.error is not None
+    assert wrong.error.message.startswith("input.where: `s > 5` compares text with a number; int(...)")
     text = pa.array([b"a", b"\xff", b"b"], pa.binary()).view(pa.string())
     table = put_table(tmp_path, pa.table({"s": text, "n": [1, 2, 3]}))
     assert [(row.number, row.error and row.error.code) for row in rows(table, where="s == 'b'", columns=["n"])] == [
