@@ -114,7 +114,6 @@ def _check_columns(spec: JobSpec, file: InputFile, variables: dict[str, str], wh
         _check_lines(spec, file, head, variables, where)  # Arrow, slow to import, is not needed
         return
     from batchgen.io import sources
-    from batchgen.prompts import DEFAULT_COLUMNS
     from batchgen.templates import WHOLE_ROW
 
     found = sources.detect(file, spec.input.format, spec.input.storage_options)
@@ -135,10 +134,10 @@ def _check_columns(spec: JobSpec, file: InputFile, variables: dict[str, str], wh
         _check_filter(spec.input.where, [row.values for row in next(chunks).rows if row.values is not None], where)
     prompt = spec.prompt
     given = any(source is not None for source in (prompt.column, prompt.template, prompt.messages, prompt.token_ids))
-    if not given and not any(column in schema.names for column in DEFAULT_COLUMNS):
+    if not given and not any(column in schema.names for column in PromptSpec.DEFAULT_COLUMNS):
         raise ConfigError(
             f"{where}: `prompt`: expected one of column, template, messages, token_ids, or input with a column "
-            f"{' or '.join(DEFAULT_COLUMNS)}; {have}"
+            f"{' or '.join(PromptSpec.DEFAULT_COLUMNS)}; {have}"
         )
 
 
@@ -172,9 +171,7 @@ def _check_lines(spec: JobSpec, file: InputFile, head: bytes, variables: dict[st
     prompt = spec.prompt
     given = any(one is not None for one in (prompt.column, prompt.template, prompt.messages, prompt.token_ids))
     if spec.input.format == "auto" and not given and all("custom_id" in row and "body" in row for row in rows):
-        from batchgen.prompts import DEFAULT_COLUMNS
-
-        if not have.intersection(DEFAULT_COLUMNS):
+        if not have.intersection(PromptSpec.DEFAULT_COLUMNS):
             raise ConfigError(f"{where}: `input.format`: {file.path} holds OpenAI batch requests; set it to openai")
     variables.pop(WHOLE_ROW, None)
     for column, key in _wanted(spec, variables):

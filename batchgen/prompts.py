@@ -19,7 +19,6 @@ from batchgen.templates import WHOLE_ROW
 from batchgen.tokenizer import Tokenizer
 from batchgen.types import SamplingParams, TokenIds
 
-DEFAULT_COLUMNS = ("messages", "prompt", "text")
 MAX_CUTS = 8  # tries to shorten a conversation until it fits
 
 
@@ -136,7 +135,7 @@ class PromptBuilder:
         wanted = self._source.columns
         if wanted is None:
             by_default = self._source.template is None and not self._source.messages
-            wanted = frozenset(DEFAULT_COLUMNS if by_default else available)
+            wanted = frozenset(PromptSpec.DEFAULT_COLUMNS if by_default else available)
         if isinstance(self._spec.tools, str):
             wanted |= {self._spec.tools}
         return [name for name in available if name in wanted]
@@ -225,7 +224,7 @@ class PromptBuilder:
 
     def _column(self, values: Mapping[str, Any]) -> tuple[Any, str]:
         """The prompt's value and its column's name."""
-        names = (self._spec.column,) if self._spec.column is not None else DEFAULT_COLUMNS
+        names = (self._spec.column,) if self._spec.column is not None else PromptSpec.DEFAULT_COLUMNS
         there = [name for name in names if name in values]
         if not there:
             hint = "; OpenAI batch lines need input.format: openai" if {"custom_id", "body"} <= values.keys() else ""

@@ -178,6 +178,7 @@ class PromptSpec(Section):
     their own, and take none of the four."""
 
     key = "prompt"
+    DEFAULT_COLUMNS: ClassVar = ("messages", "prompt", "text")
     column: kinds.Text | None = Field(
         default=None, description="Column with the prompt: text, or a list of chat messages."
     )

@@ -454,11 +454,12 @@ def test_validate_reads_jsonl_as_what_it_is(call: Any, job: Path) -> None:
 def test_validate_finds_a_filter_that_fails_every_row(call: Any, job: Path, tmp_path: Path, name: str) -> None:
     rows = {"reviews.csv": "text,stars\ngood,5\nbad,1\n", "reviews.jsonl": '{"text": "good", "stars": "5"}\n'}
     (tmp_path / name).write_text(rows[name])
-    path = f"input.path={tmp_path / name}"
-    result = call("validate", job, "--set", path, "--set", "input.where=stars <= 3", "--set", "output.columns=[stars]")
+    path = ["--set", f"input.path={tmp_path / name}", "--set", "input.id=text"]
+    wrong = ["--set", "input.where=stars <= 3", "--set", "output.columns=[stars]"]
+    result = call("validate", job, *path, *wrong)
     assert result.code == 78 and "compares text with a number; int(...)" in result.err
     right = ["--set", "input.where=int(stars) <= 3", "--set", "output.columns=[stars]"]
-    assert call("validate", job, "--set", path, *right).code == 0
+    assert call("validate", job, *path, *right).code == 0
 
 
 @pytest.mark.parametrize(
