@@ -170,9 +170,9 @@ def _check_lines(spec: JobSpec, file: InputFile, head: bytes, variables: dict[st
     have = set(partitions(file.path)).union(*rows)
     prompt = spec.prompt
     given = any(one is not None for one in (prompt.column, prompt.template, prompt.messages, prompt.token_ids))
-    if spec.input.format == "auto" and not given and all("custom_id" in row and "body" in row for row in rows):
-        if not have.intersection(PromptSpec.DEFAULT_COLUMNS):
-            raise ConfigError(f"{where}: `input.format`: {file.path} holds OpenAI batch requests; set it to openai")
+    by_default = spec.input.format == "auto" and not given and not have.intersection(PromptSpec.DEFAULT_COLUMNS)
+    if by_default and all("custom_id" in row and "body" in row for row in rows):
+        raise ConfigError(f"{where}: `input.format`: {file.path} holds OpenAI batch requests; set it to openai")
     variables.pop(WHOLE_ROW, None)
     for column, key in _wanted(spec, variables):
         if column not in have and key not in ("output.columns", "input.where"):  # those may be rare
