@@ -6,14 +6,15 @@ import fsspec
 import numpy as np
 import pytest
 from faulty import Died, FaultyStore, dies_after
-from scripted_job import arguments, shards
+from scripted_job import arguments, commit_part, shards
 
 from batchgen import lease as leases
 from batchgen import pieces
 from batchgen.errors import Interrupted, StorageError
 from batchgen.io.sinks import ShardResults, build_part, result_schema
 from batchgen.io.stores import Store
-from batchgen.ledger import Ledger, read_job
+from batchgen.jobrecord import read_job
+from batchgen.ledger import Ledger
 from batchgen.runfolder import piece_folder
 from batchgen.types import Completion, InFlight, RowError, RowKey, ShardRange
 
@@ -150,12 +151,12 @@ def test_a_piece_goes_when_all_its_rows_are_in_parts(memory):
     ledger.checkpoint([flying(4, 5)])
     ledger.record(done(2, 3))  # in no piece yet when its part is committed
     assert len(memory.list(piece_folder(0))) == 2
-    ledger.commit_part(first, *part_of(ledger, first))
+    commit_part(ledger, first, *part_of(ledger, first))
     assert ledger.pending_bytes == 0 and not ledger.checkpoint([flying(4, 5)])
     assert len(memory.list(piece_folder(0))) == 1
     assert taken(memory, 1) is None and taken(memory, 4) == (False, [5])
     ledger = start(memory)
-    ledger.commit_part(second, *part_of(ledger, second))
+    commit_part(ledger, second, *part_of(ledger, second))
     ledger.checkpoint([])
     assert memory.list(piece_folder(0)) == []
 
@@ -165,7 +166,7 @@ def test_pieces_left_by_a_crash_after_a_commit_go_at_the_next_start(memory):
     ledger.checkpoint([flying(1, 1)])
     (name,) = memory.list(piece_folder(0))
     piece = memory.read(name)
-    ledger.commit_part(shards(0)[0], *part_of(ledger, shards(0)[0]))
+    commit_part(ledger, shards(0)[0], *part_of(ledger, shards(0)[0]))
     memory.create(name, piece)
     assert taken(memory, 1) is None and not memory.exists(name)
 
@@ -179,9 +180,9 @@ def test_what_is_saved_can_be_dropped_and_read_back(memory):
     error = RowError("internal", "no")
     ledger.record(done(0, 1, 2, stop="END"))
     ledger.record(done(3, 9))  # of the second shard
-    assert not ledger.is_saved(RowKey(0, 0), 0)
+    assert ledger.pieces_of(first) == []
     ledger.checkpoint([flying(1, 5)])
-    assert ledger.is_saved(RowKey(0, 0), 0) and not ledger.is_saved(RowKey(0, 1), 0)
+    assert set(ledger.read_back(first, ledger.pieces_of(first))) == {(0, 0)}
     ledger.record(done(1, 5, 6))
     ledger.checkpoint([flying(2, 7)])
     ledger.record(done(2, error=error))  # in memory only
@@ -199,7 +200,7 @@ def test_what_an_earlier_start_saved_is_read_back_too(memory):
     ledger.record(done(0, 1))
     ledger.checkpoint([])
     again = start(memory)
-    assert again.is_saved(RowKey(0, 0), 0) and again.take(RowKey(0, 0), 0) is not None
+    assert again.take(RowKey(0, 0), 0) is not None
     again.record(done(1, 2))
     again.checkpoint([])
     back = again.read_back(shards(0)[0], again.pieces_of(shards(0)[0]))
@@ -216,7 +217,7 @@ def test_a_piece_that_went_bad_ends_the_start_and_the_next_one_computes_anew(mem
     with pytest.raises(StorageError, match=name):
         ledger.read_back(shards(0)[0], names)
     again = start(memory)
-    assert again.take(RowKey(0, 0), 0) is None and not again.is_saved(RowKey(0, 0), 0)
+    assert again.take(RowKey(0, 0), 0) is None and again.pieces_of(shards(0)[0]) == []
     with pytest.raises(Interrupted, match="taken over"):  # the first one learns why its piece may be gone
         ledger.read_back(shards(0)[0], names)
 
