@@ -236,7 +236,7 @@ class Ledger:
     @property
     def saved(self) -> int:
         """Samples of open shards that earlier starts left, finished or begun, and that nobody took yet."""
-        return len(self._pieces.restored)
+        return self._pieces.left
 
     @property
     def pending_bytes(self) -> int:
