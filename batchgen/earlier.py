@@ -165,7 +165,7 @@ def history(listings: Mapping[str, Listing], read: Read) -> History:
     names = list(listings)
     if not names:
         return History({}, {}, set())
-    epochs = np.array([int(name.rpartition("/")[2].partition("-")[0]) for name in names])
+    epochs = np.array([int(name.rpartition("/")[2].partition("-")[0]) for name in names], np.int32)
     pieces = np.repeat(np.arange(len(names), dtype=np.int32), [len(listing.rows) for listing in listings.values()])
     every = Listing.joined(list(listings.values()))
     ended: dict[int, _Table] = {}
@@ -178,7 +178,7 @@ def history(listings: Mapping[str, Listing], read: Read) -> History:
         is_end, epoch = every.ended[own], epochs[pieces[own]]
         last_end = np.maximum.reduceat(np.where(is_end, epoch, 0), starts)
         last_flight = np.maximum.reduceat(np.where(is_end, 0, epoch), starts)
-        last_place = np.maximum.reduceat(np.where(is_end, np.arange(len(own)), -1), starts)
+        last_place = np.maximum.reduceat(np.where(is_end, np.arange(len(own), dtype=np.int32), -1), starts)
         # a later start did not know it as ended: the earlier one was superseded when it wrote that
         in_flight = last_flight > last_end
         chosen = own[np.repeat(in_flight, np.diff(starts, append=len(own))) & ~is_end]

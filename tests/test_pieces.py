@@ -317,12 +317,12 @@ def test_merging_keeps_everything_that_counts(memory):
 def test_a_checkpoint_that_is_told_of_no_sample_in_flight_merges_nothing_and_spoils_nothing(memory):
     """As before a trial: what is in flight goes on afterwards, and its pieces are merged then."""
     ledger = start(memory)
-    hours(ledger, 0, pieces.MANY_PIECES)
+    hours(ledger, 0, pieces.MANY_PIECES + 1)
     names = memory.list(piece_folder(0))
     ledger.record(done(500, 1))
     ledger.checkpoint([])
     assert set(names) < set(memory.list(piece_folder(0)))
-    hours(ledger, pieces.MANY_PIECES, 100)
+    hours(ledger, pieces.MANY_PIECES + 1, 100)
     assert len(memory.list(piece_folder(0))) <= pieces.MANY_PIECES + 1
     assert taken(memory, 500) == (True, [1]) and taken(memory, 999) == (False, [*range(100)])
 
@@ -337,8 +337,10 @@ def test_merging_does_not_bring_back_an_end_that_was_overruled(memory):
     first.checkpoint([])
     third = start(memory)
     assert third.take(RowKey(0, 0), 0).token_ids.tolist() == [1, 20]
-    third.record(done(0, 1, 20, 30))
-    hours(third, 1, 100)
+    hours(third, 1, pieces.MANY_PIECES - 4)
+    third.record(done(0, 1, 20, 30))  # in a piece that is not merged together with the overruled one
+    hours(third, pieces.MANY_PIECES - 4, pieces.MANY_PIECES + 2)
+    assert len(memory.list(piece_folder(0))) < pieces.MANY_PIECES
     assert third.read_back(MANY_ROWS, third.pieces_of(MANY_ROWS))[0, 0].token_ids.tolist() == [1, 20, 30]
     assert taken(memory, 0) == (True, [1, 20, 30])
 
