@@ -20,7 +20,7 @@ from batchgen.errors import BatchgenError, ExitCode, Interrupted, NoInputError, 
 # Every command imports what it needs when it runs: `--help`, `validate` and `status` answer at once.
 if TYPE_CHECKING:
     from batchgen.io.stores import Store
-    from batchgen.ledger import RunStatus
+    from batchgen.runstatus import RunStatus
     from batchgen.spec import JobSpec
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -310,7 +310,7 @@ def validate(job: str, params: dict[str, str], overrides: tuple[str, ...]) -> No
 @click.option("--json", "as_json", is_flag=True, help="One JSON line.")
 def status(job: str, params: dict[str, str], overrides: tuple[str, ...], as_json: bool) -> None:
     """Show how far a run is. JOB is its job file or its output folder."""
-    from batchgen.ledger import peek
+    from batchgen.runstatus import peek
 
     store = _run_folder(job, params, overrides)
     found = peek(store)

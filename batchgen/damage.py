@@ -7,9 +7,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from batchgen.exclusive import alone
 from batchgen.io.stores import Store
-from batchgen.lease import DEAD_AFTER_SECONDS
+from batchgen.lease import DEAD_AFTER_SECONDS, alone
 from batchgen.runfolder import SUCCESS, encode, look_up, put_new
 from batchgen.verify import Problem
 
@@ -32,8 +31,10 @@ def plan(store: Store, problems: Sequence[Problem]) -> None:
 
 def carry_out(store: Store, check: Callable[[], None]) -> list[str]:
     """Take away what the plan names; returns what was. `check` raises where somebody else has the run."""
-    record, _ = look_up(store, PLAN)
     check()
+    record, is_there = look_up(store, PLAN)
+    if not is_there:  # somebody else has carried it out, and may have finished the run since
+        return []
     if store.exists(SUCCESS):  # first: it must never say that what is damaged is complete
         store.delete(SUCCESS)
     taken = []

@@ -3,38 +3,30 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any
 
-import pyarrow as pa
-
-from batchgen import __version__, ledger
-from batchgen.carry import InputFields, input_fields
+from batchgen import __version__, runstatus
 from batchgen.damage import finish_repair
 from batchgen.errors import ConfigError, Interrupted, NoInputError, StorageError
-from batchgen.feeder import Feeder
-from batchgen.io import answers, sinks, sources
-from batchgen.io.files import InputFile, expand
-from batchgen.io.storage import local_path
 from batchgen.io.stores import Store
+from batchgen.jobrecord import check_same, read_job
 from batchgen.lease import Heart
 from batchgen.ledger import Ledger
-from batchgen.loop import Loop, ModelLike, resolved_sampling
+from batchgen.loop import Loop, ModelLike
 from batchgen.metrics import Meter
-from batchgen.partwriter import Built, PartWriter
-from batchgen.report import Progress, table
+from batchgen.opening import columns_of, fingerprint, input_files, open_loop, pinned, refuse_mixed_folders, shape
+from batchgen.report import table
 from batchgen.runfolder import TRIAL
-from batchgen.spec import JobSpec, SamplingSpec
+from batchgen.runstatus import read_success
+from batchgen.spec import JobSpec
 from batchgen.spot import Kind, SpotWatch
-from batchgen.watchdog import Watchdog
-from batchgen.writer import Writer
 
 logger = logging.getLogger(__name__)
 
@@ -124,54 +116,6 @@ class StopSignal(AbstractContextManager["StopSignal"]):
             signal.signal(number, handler)
 
 
-def fingerprint(spec: JobSpec, model: ModelLike | None = None, columns: pa.Schema | None = None) -> dict[str, Any]:
-    """What the results depend on, by section; without `model`, what the job file says of it.
-
-    `columns` are those of the results: new input files can have other types of the columns that are carried over.
-
-    Where files lie is not in it: model and tokenizer count by their content, the input too (which the ledger proves).
-    """
-    sections: dict[str, Any] = {
-        "task": spec.task,
-        "input": spec.input.model_dump(mode="json", include={"id", "format", "where", "unicode_errors", "nan"}),
-        "prompt": spec.prompt.model_dump(mode="json"),
-        "sampling": spec.sampling.model_dump(mode="json"),
-        "output": spec.output.model_dump(
-            mode="json", include={"format", "columns", "token_ids", "skip_special_tokens"}
-        ),
-        "engine": {"kv_dtype": spec.engine.kv_dtype},
-    }
-    if model is not None:
-        sections["model"] = {
-            "content": model.fingerprint(),
-            "dtype": model.dtype,
-            "max_model_len": model.max_model_len,
-            "sampling": resolved_sampling(spec, model).model_dump(mode="json", include=set(SamplingSpec.FROM_MODEL)),
-        }
-    if columns is not None:
-        sections["columns"] = {field.name: _kind(field) for field in columns}
-    return sections
-
-
-def _kind(field: pa.Field) -> str:
-    return "JSON text" if field.metadata == sinks.JSON_TEXT else str(field.type)
-
-
-def shape(spec: JobSpec) -> dict[str, Any]:
-    """What the first start of a run fixes."""
-    return {"format": spec.output.format, "shard_rows": spec.output.shard_rows}
-
-
-def columns_of(spec: JobSpec, files: Sequence[InputFile]) -> tuple[list[str], InputFields, pa.Schema]:
-    """The input files' formats, the columns that are carried over from them, and the columns of the results."""
-    formats = sources.detect_all(files, spec.input.format, spec.input.storage_options)
-    fields = input_fields(spec, files, formats)
-    schema = sinks.result_schema(id_field=fields.id, carried=fields.carried, token_ids=spec.output.token_ids)
-    if spec.output.format == "openai":
-        schema = schema.with_metadata({answers.MODEL: spec.model.path})
-    return formats, fields, schema
-
-
 class _Start:
     """One start of a job: opens everything, loops until the last row or a reason to stop, and says how it went."""
 
@@ -193,8 +137,8 @@ class _Start:
         spec, store, overwrite = self._spec, self.store, self._options.overwrite
         if not overwrite:
             finish_repair(store, {"version": __version__})
-        record = None if overwrite else ledger.read_job(store)
-        success = None if overwrite else ledger.read_success(store)
+        record = None if overwrite else read_job(store)
+        success = None if overwrite else read_success(store)
         try:
             files, prove = input_files(spec, None if overwrite else store)
         except NoInputError:
@@ -210,7 +154,7 @@ class _Start:
             same_model = record is not None and record["spec"]["model"] == spec.to_json()["model"]
             now = fingerprint(spec, None if same_model else self._model_opener(pinned(spec, record)))
             extend = self._options.extend
-            if not ledger.check_same(store, fingerprint=now, inputs=listed or None, prove=prove, extend=extend):
+            if not check_same(store, fingerprint=now, inputs=listed or None, prove=prove, extend=extend):
                 success = None
         if success is not None:
             there = set(store.list(recursive=False))
@@ -222,17 +166,17 @@ class _Start:
             more = "; --limit has no effect on it" if self.limit is not None else ""
             logger.info("%s: this run is finished already, nothing to do%s", store.url, more)
             return self._summary(success["counters"], status="done", complete=True, resumed=True)
-        formats, fields, schema = columns_of(spec, files)
+        columns = columns_of(spec, files)
         model = self._model_opener(pinned(spec, record))
         _check_stop_ids(spec, model)
         if overwrite:  # the last moment: whatever is wrong with the job has been said
-            ledger.overwrite(store)
+            runstatus.overwrite(store)
         with ExitStack() as stack:
             stack.callback(store.sweep)
             book = Ledger.open(
                 store,
                 spec=spec.to_json(),
-                fingerprint=fingerprint(spec, model, schema),
+                fingerprint=fingerprint(spec, model, columns[2]),
                 inputs=listed,
                 prove=prove,
                 shape=shape(spec),
@@ -249,39 +193,19 @@ class _Start:
                 )
             heart = stack.enter_context(Heart(book.heartbeat))
             unread = [number for number in range(len(files)) if self.limit is not None or not book.is_done(number)]
-            feeder = stack.enter_context(
-                Feeder(
-                    spec.model_copy(update={"sampling": resolved_sampling(spec, model)}),
-                    [files[number] for number in unread],
-                    [formats[number] for number in unread],
-                    model.tokenizer_path,
-                    model.max_model_len,
-                    book.done,
-                    self.limit,
-                    fields=fields,
-                )
-            )
             before = book.totals()
             if book.epoch > 1:
                 logger.info("going on: %s rows are committed, %s samples saved", f"{before.rows:,}", f"{book.saved:,}")
             logger.info("loading %s in %s", spec.model.path, model.dtype)
-            meter = Meter(rows_before=before.rows, rows_failed_before=before.rows_failed)
-            meter.sizes = {number: files[number].size for number in unread}
-            finished = [shards for number, shards in book.done.items() if number not in meter.sizes]
-            meter.rows_elsewhere = sum(shard.num_rows for shards in finished for shard in shards.values() if shard)
-            progress = Progress(meter)
-            stack.callback(progress.close)
-            writer: Writer[Built] = stack.enter_context(Writer())
-            parts = PartWriter(spec, files, formats, fields, schema, book, model.tokenizer)
-            dog = Watchdog(spec.errors.stall_timeout)
             if self._spot is not None and self._spot.notice is not None:  # loading a model is not worth its while
                 raise Interrupted(f"{self._spot.notice}; run the same command again, on another machine", "spot")
             self._stop.check()
-            loop = Loop(self, spec, files, book, feeder, parts, writer, model, meter, progress, heart, dog)
-            self._stop.wait_for_loop()
-            with dog:
+            meter = Meter(rows_before=before.rows, rows_failed_before=before.rows_failed)
+            finished = [shards for number, shards in book.done.items() if number not in set(unread)]
+            meter.rows_elsewhere = sum(shard.num_rows for shards in finished for shard in shards.values() if shard)
+            with open_loop(self, spec, files, columns, unread, book, model, meter, heart) as loop:
+                self._stop.wait_for_loop()
                 loop.run()
-            progress.close()
             return self._end(book, loop)
 
     def reason_to_stop(self, output_tokens: int) -> tuple[str, str] | None:
@@ -335,50 +259,8 @@ class _Start:
         return summary
 
 
-def input_files(spec: JobSpec, store: Store | None) -> tuple[list[InputFile], Callable[[int], str] | None]:
-    """The job's input files, numbered as the run in `store` numbers them, and what proves the content of one."""
-    options = spec.input.storage_options
-    files = expand(spec.input.path, options, allow_empty=spec.input.allow_empty)
-
-    def prove(number: int) -> str:
-        return sources.content_proof(files[number], options)
-
-    if store is not None:  # new files may sort between those that the run has numbered
-        order = ledger.arrange(store, [asdict(file) for file in files], prove)
-        files = [replace(files[i], number=number) for number, i in enumerate(order)]
-    return files, prove
-
-
-def refuse_mixed_folders(spec: JobSpec, files: Sequence[InputFile], store: Store) -> None:
-    """Results among the input would be input of the next start."""
-    home = os.path.realpath(local_path(store.url) or store.url)
-    for pattern in spec.input.path:
-        folder, found, _ = (local_path(pattern) or pattern).partition("**")
-        finds_folders = folder.rstrip("/").endswith("/*")  # which are read as folders
-        if found or finds_folders or os.path.isdir(folder):
-            base = os.path.realpath(folder.rstrip("/").removesuffix("*") or ".")
-            if home == base or home.startswith(base.rstrip("/") + "/"):
-                raise ConfigError(
-                    f"output.path: {store.url} is inside the input, {pattern}; results need a place of their own"
-                )
-    for file in files:
-        if os.path.dirname(os.path.realpath(local_path(file.path) or file.path)) == home:
-            raise ConfigError(
-                f"output.path: {store.url} is the folder of an input file, {file.path}; results need one of their own"
-            )
-
-
 def _check_stop_ids(spec: JobSpec, model: ModelLike) -> None:
     size = model.tokenizer.vocab_size
     for token_id in spec.sampling.stop_token_ids:
         if not 0 <= token_id < size:
             raise ConfigError(f"sampling.stop_token_ids: {token_id}, but the model's ids are 0 to {size - 1}")
-
-
-def pinned(spec: JobSpec, record: Mapping[str, Any] | None) -> JobSpec:
-    """With `dtype: auto`, the dtype of the first start: another machine would choose another, and other answers."""
-    if record is None or spec.model.dtype != "auto":
-        return spec
-    pinned = record["fingerprint"].get("model", {}).get("dtype", "auto")
-    model = spec.model.model_copy(update={"dtype": pinned})
-    return spec.model_copy(update={"model": model})

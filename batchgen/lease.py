@@ -9,9 +9,9 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime, timezone
 from typing import Any
 
@@ -116,6 +116,17 @@ class Watch:
             self._look(list(self._seen))
         return self._known[slot]
 
+    def vacant(self, slot: int) -> int:
+        """The epoch of the slot's last start, which has ended. Interrupted("locked") names its worker if it lives."""
+        lives, epoch = self.verdict(slot)
+        if lives:
+            raise Interrupted(
+                f"{self._store.url}: {who(holder(self._store, slot, epoch))} is at work on this run"
+                f"{f' in slot {slot}' if slot else ''}; wait for it, or end it and run again",
+                reason="locked",
+            )
+        return epoch
+
     def forget(self, slot: int) -> None:
         """Somebody has just started on it: what was found out is of the start before."""
         self._known.pop(slot, None)
@@ -161,14 +172,7 @@ class Lease:
     def acquire(cls, store: Store, slot: int, info: dict[str, Any], watch: Watch) -> Lease:
         """Start the slot's next epoch, unless a living worker has the slot: Interrupted("locked") names it."""
         while True:
-            lives, epoch = watch.verdict(slot)
-            if lives:
-                raise Interrupted(
-                    f"another worker has {f'slot {slot} of ' if slot else ''}this run: "
-                    f"{who(holder(store, slot, epoch))}. One place takes one worker at a time: wait for it, or end it "
-                    "and run again",
-                    reason="locked",
-                )
+            epoch = watch.vacant(slot)
             record = {**info, **worker(), "slot": slot, "epoch": epoch + 1, "attempt": uuid.uuid4().hex}
             record |= {"time": now(), "monotonic": time.monotonic()}
             if put_new(store, epoch_name(slot, epoch + 1), encode(record)):
@@ -219,10 +223,15 @@ class Lease:
             self._try_to_write()
 
     def release(self) -> None:
-        """Let the next start have the slot at once."""
-        with self._lock:
-            self.check()
-            self._write(released=True)
+        """Let the next start have the slot at once, where it is still ours."""
+        try:
+            with self._lock:
+                self.check()
+                self._write(released=True)
+        except Interrupted:  # another worker has the slot: its lease is not ours to touch
+            pass
+        except BatchgenError as error:
+            logger.warning("the lease stays behind, the next start may wait for it: %s", error)
 
     def _try_to_write(self) -> None:
         """A heartbeat saves money and guards no data: commits will tell if the store is gone."""
@@ -273,3 +282,38 @@ class Heart(AbstractContextManager["Heart"]):
     def __exit__(self, *exc: object) -> None:
         self._end.set()
         self._thread.join()
+
+
+# -- every slot of a run: for those who change what is committed, beside whom nobody may be at work --------------------
+
+
+def refuse_company(store: Store, dead_after: float) -> None:
+    """Interrupted("locked") where a slot of the run has a living worker. Only reads."""
+    watch = Watch(store, found := slots(store), dead_after)
+    for slot in found:
+        watch.vacant(slot)
+
+
+@contextmanager
+def alone(store: Store, info: Mapping[str, Any], dead_after: float, *, but: int | None = None) -> Iterator[Heart]:
+    """Hold all slots that the run ever had, 0 among them, except `but`, which the caller takes.
+
+    Whoever worked on one of them before is fenced. Check the heart before each write.
+    """
+    refuse_company(store, dead_after)
+    leases: dict[int, Lease] = {}
+    try:
+        while left := sorted({0, *slots(store)} - leases.keys() - {but}):  # a slot may have been started just now
+            watch = Watch(store, left, dead_after)
+            for slot in left:
+                leases[slot] = Lease.acquire(store, slot, dict(info), watch)
+        with Heart(lambda: _beat(leases.values())) as heart:
+            yield heart
+    finally:
+        for lease in leases.values():
+            lease.release()
+
+
+def _beat(leases: Iterable[Lease]) -> None:
+    for lease in leases:
+        lease.beat()

@@ -34,7 +34,7 @@ from batchgen import runfolder
 from batchgen.errors import BatchgenError, ConfigError, Interrupted, PermissionDenied, StorageError
 from batchgen.io.storage import ObjectMissing
 from batchgen.io.stores import Store
-from batchgen.jobrecord import JobRecord, arrange, check_same, establish, extend_inputs, last_list, read_job, read_lists
+from batchgen.jobrecord import JobRecord, establish, extend_inputs, last_list, read_job, read_lists
 from batchgen.lease import DEAD_AFTER_SECONDS, Heart, Lease, Watch, now, slots
 from batchgen.parts import (
     Parts,
@@ -61,7 +61,7 @@ from batchgen.runfolder import (
     put_new,
     put_record,
 )
-from batchgen.runstatus import RunStatus, overwrite, peek, read_success
+from batchgen.runstatus import read_success
 from batchgen.types import Completion, InFlight, RowKey, ShardRange
 
 if TYPE_CHECKING:  # pyarrow is slow to import, and `status` of a finished run does without
@@ -70,18 +70,6 @@ if TYPE_CHECKING:  # pyarrow is slow to import, and `status` of a finished run d
 logger = logging.getLogger(__name__)
 
 MANY_PROOFS = 512  # that pieces carry, until they get a record of their own
-
-__all__ = [
-    "Ledger",
-    "RunStatus",
-    "Written",
-    "arrange",
-    "check_same",
-    "overwrite",
-    "peek",
-    "read_job",
-    "read_success",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +168,7 @@ class Ledger:
             if isinstance(error, (ConfigError, StorageError)):  # it may have read what its successor was changing
                 with contextlib.suppress(StorageError, PermissionDenied):
                     lease.check()
-            _release(lease)
+            lease.release()
             raise
         return ledger
 
@@ -248,7 +236,7 @@ class Ledger:
     @property
     def saved(self) -> int:
         """Samples of open shards that earlier starts left, finished or begun, and that nobody took yet."""
-        return len(self._pieces.restored)
+        return self._pieces.left
 
     @property
     def pending_bytes(self) -> int:
@@ -275,13 +263,6 @@ class Ledger:
             self._save_proofs()
         return wrote
 
-    def is_saved(self, key: RowKey, sample: int) -> bool:
-        """Whether the end of a sample is safe in a piece, so that it can be read back when its shard closes.
-
-        So is everything recorded, or taken as finished, before the last checkpoint.
-        """
-        return self._pieces.is_saved(key, sample)
-
     def pieces_of(self, shard: ShardRange) -> list[str]:
         """What `read_back` needs to know. The pieces stay until the shard's part is acknowledged."""
         return self._pieces.pieces_of(shard)
@@ -304,12 +285,11 @@ class Ledger:
         """What `sinks.build_part` writes into a part about these rows."""
         return runfolder.metadata_of(self._job.digest, self._lease.epoch, shard, counters)
 
-    def commit_part(self, shard: ShardRange, data: bytes, counters: Counters) -> bool:
-        """Create the part of a shard, which commits it. False where another worker's stands there: ours is dropped."""
-        return self.acknowledge(self.write_part(shard, data, counters))
-
     def write_part(self, shard: ShardRange, data: bytes, counters: Counters) -> Written:
-        """Create the part of a shard in the store; `acknowledge` has to follow. Any thread may call it."""
+        """Create the part of a shard in the store, which commits it; `acknowledge` has to follow.
+
+        Where another worker's stands there already ours is dropped. Any thread may call it.
+        """
         name = self._name(shard)
         proof = self._prove(shard, data, counters)
         self._lease.check()
@@ -519,9 +499,9 @@ class Ledger:
         if put_new(self._store, SUCCESS, data := runfolder.encode(summary)):
             return summary
         standing = read_success(self._store)
-        if standing is not None:
+        if standing is not None and all(standing[name] == summary[name] for name in ("counters", "parts")):
             return standing
-        self._store.replace(SUCCESS, data)  # damaged, or of an earlier state of the run
+        self._store.replace(SUCCESS, data)  # damaged, or of an earlier state of the run or of its parts
         return summary
 
     # the slot
@@ -546,7 +526,7 @@ class Ledger:
             return
         except BatchgenError as error:
             logger.warning("the next start has to read some parts again: %s", error)
-        _release(self._lease)
+        self._lease.release()
 
     def _committed_ranges(self) -> dict[int, list[ShardRange]]:
         ranges: dict[int, list[ShardRange]] = {}
@@ -554,12 +534,3 @@ class Ledger:
             if proof is not None:
                 ranges.setdefault(proof.shard.file, []).append(proof.shard)
         return ranges
-
-
-def _release(lease: Lease) -> None:
-    try:
-        lease.release()
-    except Interrupted:  # another worker has the slot: its lease is not ours to touch
-        pass
-    except BatchgenError as error:
-        logger.warning("the lease stays behind, the next start may wait for it: %s", error)

@@ -15,23 +15,23 @@ JSON Lines parts), so that a checkpoint is one object.
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from batchgen.earlier import Ended, History, history, read_in_order
 from batchgen.errors import PermissionDenied, StorageError
 from batchgen.io.storage import ObjectMissing
 from batchgen.io.stores import Store
+from batchgen.piecefile import ROW_BYTES, Entry, Key, Listing, checksum, decode, encode, entries_of, notes_of
 from batchgen.runfolder import piece_folder, piece_name, put_new
-from batchgen.types import Completion, InFlight, RowError, RowKey, ShardRange, TokenIds
+from batchgen.types import Completion, InFlight, RowKey, ShardRange
 
 logger = logging.getLogger(__name__)
 
@@ -40,42 +40,7 @@ MANY_PIECES = 32  # kept at once, of which some are worth merging
 _MERGED_AT_ONCE = 16
 _SMALL_PIECE = 256  # rows
 _MANY_NOTES = 16  # pieces that are kept for their notes
-_ROW_BYTES = 64  # what a row takes beside its tokens and texts, roughly
-_DIGEST_BYTES = 32
-_SCHEMA = pa.schema(
-    [
-        pa.field("file", pa.int32(), nullable=False),
-        pa.field("row", pa.int64(), nullable=False),
-        pa.field("sample", pa.int32(), nullable=False),
-        pa.field("start", pa.int32(), nullable=False),
-        pa.field("check", pa.uint32(), nullable=False),
-        pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
-        pa.field("finish_reason", pa.string()),  # null: in flight, and so is everything below
-        pa.field("stop_string", pa.string()),
-        pa.field("stop_token", pa.int64()),
-        pa.field("prompt_tokens", pa.int32()),
-        pa.field("error_code", pa.string()),
-        pa.field("error_message", pa.string()),
-    ]
-)
-
-_Key = tuple[int, int, int]  # file, row, sample
 _Rows = npt.NDArray[np.int64]  # row numbers, each once, in order
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """One row of a piece: a finished sample, or what one in flight gained from token `start` on."""
-
-    key: _Key
-    start: int
-    check: int  # of the tokens before `start`
-    token_ids: TokenIds
-    finished: Completion | None = None
-
-    @property
-    def size(self) -> int:
-        return _ROW_BYTES + self.token_ids.nbytes + (_text_bytes(self.finished) if self.finished else 0)
 
 
 class _Stored(NamedTuple):
@@ -96,8 +61,8 @@ class _Held:
     def drop(self, shard: ShardRange) -> None:
         for table in (self.rows, self.finished):
             rows = table.get(shard.file)
-            if rows is not None:
-                table[shard.file] = rows[(rows < shard.first_row) | (rows >= shard.first_row + shard.num_rows)]
+            if rows is not None and (own := _span(rows, shard)).start < own.stop:
+                table[shard.file] = np.delete(rows, own)
                 if not len(table[shard.file]):
                     del table[shard.file]
 
@@ -107,119 +72,63 @@ class _Held:
         return self.size < _SMALL_PIECE or 2 * sum(map(len, self.finished.values())) < self.size
 
 
-def _held(files: npt.NDArray[np.int64], rows: _Rows, finished: npt.NDArray[np.bool_], size: int) -> _Held:
+def _held(listing: Listing) -> _Held:
     def by_file(chosen: npt.NDArray[np.bool_]) -> dict[int, _Rows]:
-        return {int(file): np.unique(rows[chosen & (files == file)]) for file in np.unique(files[chosen])}
+        files = listing.files
+        return {int(file): np.unique(listing.rows[chosen & (files == file)]) for file in np.unique(files[chosen])}
 
-    return _Held(size, by_file(np.ones(len(rows), np.bool_)), by_file(finished))
-
-
-def _text_bytes(completion: Completion) -> int:
-    return len(completion.error.message) if completion.error else 0
+    return _Held(listing.length, by_file(np.ones(len(listing.rows), np.bool_)), by_file(listing.ended))
 
 
-def _check(token_ids: TokenIds, before: int = 0) -> int:
-    return zlib.crc32(np.ascontiguousarray(token_ids, np.int32).tobytes(), before)
+def _span(rows: _Rows, shard: ShardRange) -> slice:
+    """Where a shard's rows are among `rows`, which are in order."""
+    low, high = np.searchsorted(rows, (shard.first_row, shard.first_row + shard.num_rows))
+    return slice(int(low), int(high))
 
 
-# -- one piece as bytes ------------------------------------------------------------------------------------------------
+_T = TypeVar("_T")
 
 
-def encode(entries: list[_Entry], digest: str, notes: bytes = b"") -> bytes:
-    """A piece; `digest` names the run it belongs to."""
-    done = [entry.finished for entry in entries]
-    stops = [c.stop_reason if c else None for c in done]
-    errors = [c.error if c else None for c in done]
-    offsets = np.zeros(len(entries) + 1, np.int32)
-    np.cumsum([len(entry.token_ids) for entry in entries], out=offsets[1:])
-    tokens = np.concatenate([entry.token_ids for entry in entries]).astype(np.int32, copy=False)
-    columns: dict[str, Any] = {
-        "file": [entry.key[0] for entry in entries],
-        "row": [entry.key[1] for entry in entries],
-        "sample": [entry.key[2] for entry in entries],
-        "start": [entry.start for entry in entries],
-        "check": [entry.check for entry in entries],
-        "token_ids": pa.ListArray.from_arrays(pa.array(offsets), pa.array(tokens)),
-        "finish_reason": [c.finish_reason if c else None for c in done],
-        "stop_string": [stop if isinstance(stop, str) else None for stop in stops],
-        "stop_token": [None if stop is None or isinstance(stop, str) else int(stop) for stop in stops],
-        "prompt_tokens": [c.prompt_tokens if c else None for c in done],
-        "error_code": [error.code if error else None for error in errors],
-        "error_message": [error.message.encode("utf-8", "backslashreplace") if error else None for error in errors],
-    }
-    schema = _SCHEMA.with_metadata({"batchgen.digest": digest, "batchgen.notes": notes})
-    arrays = [pa.array(columns[field.name], field.type) for field in schema]
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
-        writer.write_batch(pa.record_batch(arrays, schema=schema))
-    data = sink.getvalue().to_pybytes()
-    return data + hashlib.sha256(data).digest()
-
-
-def decode(data: bytes, digest: str) -> pa.RecordBatch:
-    """A piece's rows. ValueError where it is torn, damaged or another run's."""
-    stream = memoryview(data)[:-_DIGEST_BYTES]
-    if len(data) < _DIGEST_BYTES or hashlib.sha256(stream).digest() != data[-_DIGEST_BYTES:]:
-        raise ValueError("its checksum does not fit")
-    with pa.ipc.open_stream(pa.py_buffer(stream)) as reader:
-        own = (reader.schema.metadata or {}).get(b"batchgen.digest")
-        if not reader.schema.equals(_SCHEMA) or own != digest.encode():
-            raise ValueError("it belongs to another run or release")
-        return reader.read_next_batch()
-
-
-def notes_of(batch: pa.RecordBatch) -> bytes:
-    """What a piece's writer wants to be remembered."""
-    return bytes((batch.schema.metadata or {}).get(b"batchgen.notes", b""))
-
-
-def _entries(batch: pa.RecordBatch) -> Iterator[_Entry]:
-    offsets = batch.column("token_ids").offsets.to_numpy()
-    tokens = batch.column("token_ids").values.to_numpy()
-    names = [field.name for field in batch.schema if field.name != "token_ids"]
-    columns = [batch.column(name).to_pylist() for name in names]
-    for i, values in enumerate(zip(*columns, strict=True)):
-        row = dict(zip(names, values, strict=True))
-        key, ids = (row["file"], row["row"], row["sample"]), tokens[offsets[i] : offsets[i + 1]]
-        finished = None
-        if row["finish_reason"] is not None:
-            finished = Completion(
-                RowKey(*key[:2]),
-                key[2],
-                ids,
-                row["finish_reason"],
-                row["stop_string"] if row["stop_token"] is None else row["stop_token"],
-                row["prompt_tokens"],
-                None if row["error_code"] is None else RowError(row["error_code"], row["error_message"]),
-            )
-        yield _Entry(key, row["start"], row["check"], ids, finished)
-
-
-# -- what earlier starts left ------------------------------------------------------------------------------------------
-
-
-class _History:
-    """What the pieces of one slot say, read in order: samples that ended, and the tokens of those in flight."""
+class _BySample(Generic[_T]):
+    """A value for each of some samples. Dropping a shard takes as long as the shard has rows, however many others
+    there are."""
 
     def __init__(self) -> None:
-        self.finished: dict[_Key, Completion] = {}
-        self.chains: dict[_Key, TokenIds] = {}
-        self._finished_in: dict[_Key, str] = {}  # epoch
+        self._rows: dict[tuple[int, int], dict[int, _T]] = {}  # file, row
 
-    def add(self, name: str, batch: pa.RecordBatch) -> None:
-        epoch = name.rpartition("/")[2].partition("-")[0]
-        for entry in _entries(batch):
-            key = entry.key
-            if entry.finished is not None:
-                self.finished[key], self._finished_in[key] = entry.finished, epoch
-                continue
-            have = self.chains.get(key, entry.token_ids[:0])
-            if entry.start > len(have) or _check(have[: entry.start]) != entry.check:
-                continue
-            if key in self.finished and self._finished_in[key] < epoch:
-                # the later start did not know it as finished: the earlier one was superseded when it wrote that
-                del self.finished[key]
-            self.chains[key] = np.concatenate([have[: entry.start], entry.token_ids])
+    def __setitem__(self, key: Key, value: _T) -> None:
+        self._rows.setdefault(key[:2], {})[key[2]] = value
+
+    def __contains__(self, key: Key) -> bool:
+        return key[2] in self._rows.get(key[:2], ())
+
+    def __bool__(self) -> bool:
+        return bool(self._rows)
+
+    def get(self, key: Key) -> _T | None:
+        samples = self._rows.get(key[:2])
+        return None if samples is None else samples.get(key[2])
+
+    def pop(self, key: Key) -> _T | None:
+        samples = self._rows.get(key[:2])
+        if samples is None:
+            return None
+        value = samples.pop(key[2], None)
+        if not samples:
+            del self._rows[key[:2]]
+        return value
+
+    def items(self) -> Iterator[tuple[Key, _T]]:
+        for row, samples in self._rows.items():
+            for sample, value in samples.items():
+                yield (*row, sample), value
+
+    def drop(self, shard: ShardRange) -> list[_T]:
+        """Forget the shard's samples; returns what they had."""
+        dropped: list[_T] = []
+        for row in range(shard.first_row, shard.first_row + shard.num_rows) if self._rows else ():
+            dropped += self._rows.pop((shard.file, row), {}).values()
+        return dropped
 
 
 class Pieces:
@@ -233,13 +142,13 @@ class Pieces:
         self._store, self._slot, self._digest = store, slot, digest
         self._epoch, self._attempt = epoch, attempt
         self._number = 0
-        self.restored: dict[_Key, Completion | InFlight] = {}
-        self._foreign: set[_Key] = set()  # restored from another slot, and in no piece of this one
-        self._pending: dict[_Key, Completion] = {}
-        self._stored: dict[_Key, _Stored] = {}
-        self._saved: set[_Key] = set()  # finished, in pieces of this slot
+        self._ended = Ended(self._read)
+        self._begun: _BySample[InFlight] = _BySample()  # in flight in earlier starts
+        self._overruled: set[Key] = set()  # ends of samples in this slot's found pieces that count for nothing
+        self._pending: _BySample[Completion] = _BySample()
+        self._stored: _BySample[_Stored] = _BySample()
         self._held: dict[str, _Held] = {}
-        self._found: dict[str, pa.RecordBatch | None] = {}  # at the start; None: damaged. Batches until `load`
+        self._found: dict[str, Listing | None] = {}  # at the start; None: damaged, and all after `load`
         self._noted: set[str] = set()  # pieces with notes that are nowhere else
         self._stuck: set[str] = set()  # worth merging, but something in them can only be had from there
         self._needed: dict[tuple[int, int], list[str]] = {}  # shard being read back: its pieces
@@ -249,43 +158,47 @@ class Pieces:
 
     def read(self, dead_slots: Iterable[int] = ()) -> list[bytes]:
         """Read what earlier starts left, of other slots the dead ones' only. Returns the notes among it."""
+        notes = []
         for slot in [self._slot, *dead_slots]:
-            names = self._store.list(piece_folder(slot))
-            with ThreadPoolExecutor(8) as pool:
-                self._found |= zip(names, pool.map(self._read, names), strict=True)
-        notes = {name: notes_of(batch) for name, batch in self._found.items() if batch is not None}
-        self._noted = {name for name, note in notes.items() if note}
-        return [note for note in notes.values() if note]
+            for name, batch in read_in_order(self._store.list(piece_folder(slot)), self._read):
+                self._found[name] = None if batch is None else Listing.of(batch)
+                if batch is not None and (note := notes_of(batch)):
+                    self._noted.add(name)
+                    notes.append(note)
+        return notes
 
     def load(self, done: Mapping[int, Iterable[ShardRange]]) -> None:
         """Take up what was read, without the rows of parts."""
         bounds = {file: _bounds(shards) for file, shards in done.items()}
-        histories: dict[str, _History] = {piece_folder(self._slot): _History()}
-        for name, batch in self._found.items():
-            if batch is not None:
-                left = _open_rows(batch, bounds)
-                self._held[name] = _held(*_columns(left), batch.num_rows)
-                histories.setdefault(name.rpartition("/")[0] + "/", _History()).add(name, left)
+        own = piece_folder(self._slot)
+        slots: dict[str, dict[str, Listing]] = {own: {}}
+        for name, listing in self._found.items():
+            if listing is not None:
+                left = _open_rows(listing, bounds)
+                self._held[name] = _held(left)
+                slots.setdefault(name.rpartition("/")[0] + "/", {})[name] = left
         self._found = dict.fromkeys(self._found)
-        for folder, history in histories.items():
-            self._take_over(history, is_own=folder == piece_folder(self._slot))
+        for folder, listings in slots.items():
+            self._take_over(list(listings), history(listings, self._read), is_own=folder == own)
+        for key in [key for key, _ in self._begun.items() if key in self._ended]:
+            self._begun.pop(key)
 
-    def _take_over(self, history: _History, *, is_own: bool) -> None:
+    def _take_over(self, names: list[str], found: History, *, is_own: bool) -> None:
         """Finished comes first, then the longest in flight; of equal ones this slot's own."""
-        for key, token_ids in history.chains.items():
+        self._ended.learn(names, found.ended)
+        for key, token_ids in found.chains.items():
             if is_own:
-                self._stored[key] = _Stored(len(token_ids), _check(token_ids))
-            have = self.restored.get(key)
-            if have is None or (isinstance(have, InFlight) and len(have.token_ids) < len(token_ids)):
-                self.restored[key] = InFlight(RowKey(*key[:2]), key[2], token_ids)
-        for key, completion in history.finished.items():
-            if is_own:
-                self._saved.add(key)
-                self._stored.pop(key, None)
-                self.restored[key] = completion
-            elif not isinstance(self.restored.get(key), Completion):
-                self._foreign.add(key)
-                self.restored[key] = completion
+                self._stored[key] = _Stored(len(token_ids), checksum(token_ids))
+            have = self._begun.get(key)
+            if have is None or len(have.token_ids) < len(token_ids):
+                self._begun[key] = InFlight(RowKey(*key[:2]), key[2], token_ids)
+        if is_own:
+            self._overruled = found.overruled
+
+    @property
+    def left(self) -> int:
+        """Samples that earlier starts left, finished or begun, and that nobody took yet."""
+        return len(self._ended) + sum(1 for _ in self._begun.items())
 
     def _read(self, name: str) -> pa.RecordBatch | None:
         try:
@@ -298,13 +211,17 @@ class Pieces:
 
     def take(self, key: RowKey, sample: int) -> Completion | InFlight | None:
         """What earlier starts left of this sample, once: finished, begun, or nothing."""
-        found = self.restored.pop((key.file, key.row, sample), None)
-        if isinstance(found, Completion) and (key.file, key.row, sample) in self._foreign:
-            self.record(found)
-        return found
-
-    def is_saved(self, key: RowKey, sample: int) -> bool:
-        return (key.file, key.row, sample) in self._saved
+        place = key.file, key.row, sample
+        begun = self._begun.pop(place)
+        found = self._ended.take(place)
+        for name in self._ended.lost:
+            self._held.pop(name, None)
+        if found is None:
+            return begun
+        completion, name = found
+        if not self._is_own(name):
+            self.record(completion)
+        return completion
 
     def pieces_of(self, shard: ShardRange) -> list[str]:
         """The pieces with finished samples of the shard, oldest first. They stay until its part is acknowledged."""
@@ -324,9 +241,9 @@ class Pieces:
                     f"{self._store.path(name)}: this piece was whole when it was written and is not now: {error}. Run "
                     "again: what it held is computed anew"
                 ) from error
-            files, rows, finished = _columns(batch)
-            own = finished & (files == shard.file) & (rows >= shard.first_row) & (rows < stop)
-            for entry in _entries(batch.filter(pa.array(own))):
+            all_ = Listing.of(batch)
+            own = all_.ended & (all_.files == shard.file) & (all_.rows >= shard.first_row) & (all_.rows < stop)
+            for entry in entries_of(batch.filter(pa.array(own))):
                 if entry.finished is not None:
                     found[entry.key[1:]] = entry.finished
         return found
@@ -336,8 +253,9 @@ class Pieces:
     def record(self, completion: Completion) -> None:
         """Keep a finished sample for the next piece, unless its part is committed first."""
         key = (completion.key.file, completion.key.row, completion.sample)
+        self._discard(self._pending.pop(key))
         self._pending[key] = completion
-        self.pending_bytes += _ROW_BYTES + completion.token_ids.nbytes
+        self.pending_bytes += _pending_size(completion)
 
     def checkpoint(
         self, in_flight: Iterable[InFlight], notes: Callable[[bool], bytes] = lambda _: b"", *, last: bool = False
@@ -347,10 +265,11 @@ class Pieces:
         `notes(False)` are those since the last call, `notes(True)` all of them.
         """
         flying = {(one.key.file, one.key.row, one.sample): one for one in in_flight}
-        entries = [_Entry(key, 0, 0, done.token_ids, done) for key, done in self._pending.items()]
+        entries = [Entry(key, 0, 0, done.token_ids, done) for key, done in self._pending.items()]
         entries += [entry for one in flying.values() if (entry := self._delta(one)) is not None]
         merged: list[str] = []
-        if entries and not last:  # what is merged rides in a piece that is written anyway
+        # What is merged rides in a piece that is written anyway. Samples in flight that are not said have to stay.
+        if entries and not last and (flying or not self._stored):
             merged, entries = self._merge(entries, flying)
         for group in _groups(entries):
             self._number += 1  # a name is used once: after a failure nobody knows whether it was written
@@ -368,16 +287,16 @@ class Pieces:
             self.sweep()
         return bool(entries)
 
-    def _delta(self, one: InFlight) -> _Entry | None:
+    def _delta(self, one: InFlight) -> Entry | None:
         key, token_ids = (one.key.file, one.key.row, one.sample), one.token_ids
-        stored = self._stored.get(key, _Stored(0, 0))
+        stored = self._stored.get(key) or _Stored(0, 0)
         if key in self._pending or len(token_ids) <= stored.length:
             return None
-        if _check(token_ids[: stored.length]) != stored.check:  # it was begun anew: what is stored is not its past
+        if checksum(token_ids[: stored.length]) != stored.check:  # it was begun anew: what is stored is not its past
             stored = _Stored(0, 0)
-        return _Entry(key, stored.length, stored.check, token_ids[stored.length :])
+        return Entry(key, stored.length, stored.check, token_ids[stored.length :])
 
-    def _merge(self, entries: list[_Entry], flying: Mapping[_Key, InFlight]) -> tuple[list[str], list[_Entry]]:
+    def _merge(self, entries: list[Entry], flying: Mapping[Key, InFlight]) -> tuple[list[str], list[Entry]]:
         """Where one slow row keeps many pieces alive: what counts in some of them moves into the piece being written.
 
         Returns the pieces that are not needed after it, and all of its entries.
@@ -390,7 +309,7 @@ class Pieces:
         if len(names) <= MANY_PIECES:
             return [], entries
         names = [name for name in names[:_MERGED_AT_ONCE] if name not in needed]
-        moved: dict[_Key, _Entry] = {}
+        moved: dict[Key, Entry] = {}
         merged = []
         with ThreadPoolExecutor(8) as pool:
             for name, batch in zip(names, pool.map(self._read, names), strict=True):
@@ -402,55 +321,56 @@ class Pieces:
                     moved |= kept
         return merged, [entry for entry in entries if entry.key not in moved] + list(moved.values())
 
-    def _kept(self, name: str, batch: pa.RecordBatch, flying: Mapping[_Key, InFlight]) -> dict[_Key, _Entry] | None:
+    def _kept(self, name: str, batch: pa.RecordBatch, flying: Mapping[Key, InFlight]) -> dict[Key, Entry] | None:
         """The entries to write for what a piece holds; None where something of it can only be had from the piece."""
-        kept: dict[_Key, _Entry] = {}
-        files, rows, _ = _columns(batch)
-        is_open = np.zeros(len(rows), np.bool_)
+        kept: dict[Key, Entry] = {}
+        all_ = Listing.of(batch)
+        is_open = np.zeros(batch.num_rows, np.bool_)
         for file, left in self._held[name].rows.items():
-            is_open |= (files == file) & np.isin(rows, left)
-        for entry in _entries(batch.filter(pa.array(is_open))):
+            is_open |= (all_.files == file) & np.isin(all_.rows, left)
+        for entry in entries_of(batch.filter(pa.array(is_open))):
             key = entry.key
-            if key in self._pending or (key in self._saved) != (entry.finished is not None):
-                continue  # is being written, has ended since, or was overruled by a later start
-            if entry.finished is not None:
-                kept[key] = entry
+            if key in self._pending:  # is being written
                 continue
-            one = flying.get(key) or self.restored.get(key)
-            if not isinstance(one, InFlight) or len(one.token_ids) < self._stored.get(key, _Stored(0, 0)).length:
+            if entry.finished is not None:
+                if key not in self._overruled or name not in self._found:
+                    kept[key] = entry
+                continue
+            stored = self._stored.get(key)
+            if stored is None:  # has ended since
+                continue
+            one = flying.get(key) or self._begun.get(key)
+            if one is None or len(one.token_ids) < stored.length:
                 return None
-            kept[key] = _Entry(key, 0, 0, one.token_ids)
+            kept[key] = Entry(key, 0, 0, one.token_ids)
         return kept
 
-    def _acknowledged(self, name: str, group: list[_Entry]) -> None:
-        for entry in group:
+    def _acknowledged(self, name: str, group: list[Entry]) -> None:
+        for place, entry in enumerate(group):
             if entry.finished is None:
-                total, check = entry.start + len(entry.token_ids), _check(entry.token_ids, entry.check)
+                total, check = entry.start + len(entry.token_ids), checksum(entry.token_ids, entry.check)
                 self._stored[entry.key] = _Stored(total, check)
             else:
-                self._pending.pop(entry.key, None)
-                self._stored.pop(entry.key, None)
-                self._foreign.discard(entry.key)
-                self._saved.add(entry.key)
-        self._count_pending()
-        keys = np.array([entry.key[:2] for entry in group], np.int64)  # (num_entries, 2)
-        finished = np.array([entry.finished is not None for entry in group], np.bool_)
-        self._held[name] = _held(keys[:, 0], keys[:, 1], finished, len(group))
+                self._discard(self._pending.pop(entry.key))
+                self._stored.pop(entry.key)
+                self._ended.move(entry.key, name, place)
+        self._held[name] = _held(Listing.of_entries(group))
 
     def committed(self, shard: ShardRange) -> None:
         """The rows of `shard` are in a part: forget them. Pieces that hold nothing else go with the next `sweep`."""
-        stop = shard.first_row + shard.num_rows
-        tables = (self._pending, self._stored, self.restored, self._saved, self._foreign)
-        for table in tables:
-            for key in [key for key in table if key[0] == shard.file and shard.first_row <= key[1] < stop]:
-                table.pop(key) if isinstance(table, dict) else table.discard(key)
-        self._count_pending()
+        for completion in self._pending.drop(shard):
+            self._discard(completion)
+        self._stored.drop(shard)
+        self._begun.drop(shard)
+        self._ended.drop(shard)
         self._needed.pop((shard.file, shard.shard), None)
         for held in self._held.values():
             held.drop(shard)
 
-    def _count_pending(self) -> None:
-        self.pending_bytes = sum(_ROW_BYTES + one.token_ids.nbytes for one in self._pending.values())
+    def _discard(self, completion: Completion | None) -> None:
+        """It is not pending any more."""
+        if completion is not None:
+            self.pending_bytes -= _pending_size(completion)
 
     def sweep(self) -> None:
         """Delete pieces without open rows. One that cannot be deleted now is tried again later: it does no harm."""
@@ -478,9 +398,13 @@ class Pieces:
         return name.startswith(piece_folder(self._slot))
 
 
-def _groups(entries: list[_Entry]) -> Iterator[list[_Entry]]:
+def _pending_size(completion: Completion) -> int:
+    return ROW_BYTES + completion.token_ids.nbytes
+
+
+def _groups(entries: list[Entry]) -> Iterator[list[Entry]]:
     """The entries in order, in groups of at most 16 MiB."""
-    group: list[_Entry] = []
+    group: list[Entry] = []
     size = 0
     for entry in entries:
         if group and size + entry.size > MAX_PIECE_BYTES:
@@ -497,20 +421,14 @@ def _bounds(shards: Iterable[ShardRange]) -> npt.NDArray[np.int64]:
     return np.array(sorted((s.first_row, s.first_row + s.num_rows) for s in shards), np.int64).reshape(-1, 2)
 
 
-def _columns(batch: pa.RecordBatch) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """File, row, and whether it has ended, of every entry of a piece."""
-    finished = batch.column("finish_reason").is_valid().to_numpy(zero_copy_only=False)
-    return batch.column("file").to_numpy().astype(np.int64), batch.column("row").to_numpy(), finished
-
-
 def _within(rows: Mapping[int, _Rows], shard: ShardRange) -> bool:
     own = rows.get(shard.file)
-    return own is not None and bool(np.any((own >= shard.first_row) & (own < shard.first_row + shard.num_rows)))
+    return own is not None and (span := _span(own, shard)).start < span.stop
 
 
-def _open_rows(batch: pa.RecordBatch, bounds: Mapping[int, npt.NDArray[np.int64]]) -> pa.RecordBatch:
+def _open_rows(listing: Listing, bounds: Mapping[int, npt.NDArray[np.int64]]) -> Listing:
     """A piece reduced to the rows that are in no part yet."""
-    files, rows, _ = _columns(batch)
+    files, rows = listing.files, listing.rows
     is_open = np.ones(len(rows), np.bool_)
     for file in np.unique(files).tolist():
         committed = bounds.get(file)
@@ -518,4 +436,4 @@ def _open_rows(batch: pa.RecordBatch, bounds: Mapping[int, npt.NDArray[np.int64]
             own = files == file
             at = np.searchsorted(committed[:, 0], rows[own], side="right") - 1
             is_open[own] = (at < 0) | (rows[own] >= committed[at, 1])
-    return batch if is_open.all() else batch.filter(pa.array(is_open))
+    return listing.only(is_open)

@@ -7,13 +7,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from batchgen import __version__, job
+from batchgen import __version__, job, opening
 from batchgen.damage import carry_out, plan
 from batchgen.errors import ConfigError
-from batchgen.exclusive import alone
 from batchgen.io.stores import Store
 from batchgen.jobrecord import check_same, digest_of, read_job
-from batchgen.lease import DEAD_AFTER_SECONDS
+from batchgen.lease import DEAD_AFTER_SECONDS, alone
 from batchgen.loop import ModelLike
 from batchgen.spec import JobSpec
 from batchgen.verify import Findings, verify
@@ -55,14 +54,14 @@ def _refuse_other_job(
 ) -> None:
     """ConfigError where the run in the folder is not this job's, before anything is taken away from it."""
     record = read_job(store)
-    files, prove = job.input_files(spec, store)
-    now = job.fingerprint(spec, model_opener(job.pinned(spec, record)), job.columns_of(spec, files)[2])
+    files, prove = opening.input_files(spec, store)
+    now = opening.fingerprint(spec, model_opener(opening.pinned(spec, record)), opening.columns_of(spec, files)[2])
     inputs = [asdict(file) for file in files]
     if found.records_fit:
         check_same(store, fingerprint=now, inputs=inputs, prove=prove)
         return
     known = found.digests if record is None else {record["digest"]}
-    if known and digest_of(store, fingerprint=now, shape=job.shape(spec), inputs=inputs, prove=prove) not in known:
+    if known and digest_of(store, fingerprint=now, shape=opening.shape(spec), inputs=inputs, prove=prove) not in known:
         raise ConfigError(
             f"{store.url}: the run in this folder is not this job's (its records are damaged, so the difference is not "
             "known). Nothing was changed; repair it with the job file that it was started with"

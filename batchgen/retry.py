@@ -20,26 +20,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from batchgen import __version__, job, ledger, runfolder
+from batchgen import __version__, job, opening
 from batchgen.damage import finish_repair
 from batchgen.errors import ConfigError, DataError, Interrupted, NoInputError, StorageError, UsageError
-from batchgen.exclusive import alone, refuse_company
-from batchgen.feeder import Feeder
 from batchgen.io import sinks
 from batchgen.io.readback import read_contents, splice
 from batchgen.io.stores import Store
-from batchgen.lease import DEAD_AFTER_SECONDS, Heart
-from batchgen.ledger import Ledger, Written
-from batchgen.loop import Loop, ModelLike
+from batchgen.jobrecord import check_same, read_job
+from batchgen.lease import DEAD_AFTER_SECONDS, Heart, alone, refuse_company
+from batchgen.ledger import MANY_PROOFS, Ledger, Written
+from batchgen.loop import ModelLike
 from batchgen.metrics import Meter
+from batchgen.opening import columns_of, input_files, open_loop, pinned, refuse_mixed_folders
 from batchgen.parts import Parts, Recorded, list_parts, prove_part, read_index, read_parts, read_recorded
-from batchgen.partwriter import Built, PartWriter
-from batchgen.report import Progress, table
+from batchgen.report import table
 from batchgen.runfolder import INDEX, INPUT_LISTS, JOB, SUCCESS, Counters, PartProof, part_name, put_new
+from batchgen.runstatus import read_success
 from batchgen.spec import JobSpec
 from batchgen.types import Completion, InFlight, RowKey, ShardRange
-from batchgen.watchdog import Watchdog
-from batchgen.writer import Writer
 
 logger = logging.getLogger(__name__)
 
@@ -100,17 +98,17 @@ class _Retry:
     def run(self) -> dict[str, Any]:
         spec, store, target = self._spec, self._store, self._target
         finish_repair(store, {"version": __version__}, self._dead_after)
-        record = ledger.read_job(store)
+        record = read_job(store)
         if record is None:
             raise NoInputError(f"{store.url}: no run in this folder; `batchgen run` begins one")
         if target is not None and target.path() == store.path():
             raise UsageError(f"--to {target.url}: this is the run's own folder; name a new one, or leave --to out")
-        model = self._model_opener(job.pinned(spec, record))
-        files, prove = job.input_files(spec, store)
-        formats, fields, schema = job.columns_of(spec, files)
-        inputs, fingerprint = [asdict(file) for file in files], job.fingerprint(spec, model, schema)
-        ledger.check_same(store, fingerprint=fingerprint, inputs=inputs, prove=prove)
-        success = ledger.read_success(store)
+        model = self._model_opener(pinned(spec, record))
+        files, prove = input_files(spec, store)
+        columns = columns_of(spec, files)
+        inputs, fingerprint = [asdict(file) for file in files], opening.fingerprint(spec, model, columns[2])
+        check_same(store, fingerprint=fingerprint, inputs=inputs, prove=prove)
+        success = read_success(store)
         if success is not None and not success["counters"]["rows_failed"]:
             logger.info("%s: no row of this run has failed, nothing to retry", store.url)
             return self._summary(store, success["counters"], retried=0)
@@ -125,7 +123,7 @@ class _Retry:
                 hearts = [stack.enter_context(alone(store, info, self._dead_after, but=0))]
             else:
                 hearts = []
-                job.refuse_mixed_folders(spec, files, target)
+                refuse_mixed_folders(spec, files, target)
                 refuse_company(store, self._dead_after)
                 _begin_copy(store, target)
             home = target or store
@@ -135,7 +133,7 @@ class _Retry:
                 spec=spec.to_json(),
                 fingerprint=fingerprint,
                 inputs=inputs,
-                shape=job.shape(spec),
+                shape=opening.shape(spec),
                 must_be_new=False,
                 info=info,
                 prove=prove,
@@ -145,36 +143,14 @@ class _Retry:
             stack.callback(book.close)
             heart = stack.enter_context(Heart(lambda: _beat(book, hearts)))
             book.look_for_failures(store, heart)
-            again = sorted({key[0] for key in book.todo})
             if book.todo:
-                meter = Meter(exact_total=book.failed_rows)
-                meter.sizes = {number: files[number].size for number in again}
                 logger.info("%s rows of %s parts have failed", f"{book.failed_rows:,}", f"{len(book.todo):,}")
-                feeder = stack.enter_context(
-                    Feeder(
-                        spec,
-                        [files[number] for number in again],
-                        [formats[number] for number in again],
-                        model.tokenizer_path,
-                        model.max_model_len,
-                        book.done,
-                        None,
-                        fields=fields,
-                        only=book.places,
-                    )
-                )
-                progress = Progress(meter)
-                stack.callback(progress.close)
-                writer: Writer[Built] = stack.enter_context(Writer())
-                parts = PartWriter(spec, files, formats, fields, schema, book, model.tokenizer)
-                dog = Watchdog(spec.errors.stall_timeout)
+                again, meter = sorted(book.places), Meter(exact_total=book.failed_rows)
                 rules = _lenient(spec)
-                loop = Loop(self, rules, files, book, feeder, parts, writer, model, meter, progress, heart, dog)
-                self._stop.wait_for_loop()
-                book.begin()
-                with dog:
+                with open_loop(self, rules, files, columns, again, book, model, meter, heart, book.places) as loop:
+                    self._stop.wait_for_loop()
+                    book.begin()
                     loop.run()
-                progress.close()
             counters = book.totals()
             _judge(spec, counters, home)
             book.finish(
@@ -347,7 +323,7 @@ class Replacing(Ledger):
         pass
 
     def checkpoint(self, in_flight: Iterable[InFlight], *, last: bool = False) -> bool:
-        if self._unrecorded and (last or len(self._unrecorded) >= ledger.MANY_PROOFS):
+        if self._unrecorded and (last or len(self._unrecorded) >= MANY_PROOFS):
             self._save_proofs()
         return False
 
@@ -406,25 +382,19 @@ class Replacing(Ledger):
                 totals.add(proof.counters)
         return totals
 
-    def _write_success(self, summary: dict[str, Any]) -> dict[str, Any]:
-        data = runfolder.encode(summary)
-        if not put_new(self._store, SUCCESS, data):  # of a worker that stood still before this one began
-            self._store.replace(SUCCESS, data)
-        return summary
-
 
 # -- a new folder ------------------------------------------------------------------------------------------------------
 
 
 def _begin_copy(source: Store, target: Store) -> None:
     """Give a new folder the records of the run; one that holds the beginning of this copy is gone on with."""
-    part_format = ledger.read_job(source)
+    part_format = read_job(source)
     assert part_format is not None
     names = [JOB, *source.list(INPUT_LISTS), *source.list(INDEX)]
     records = {name: source.read(name) for name in names}
     if not target.exists(JOB) and (target.exists(SUCCESS) or list_parts(target, part_format["shape"]["format"])):
         raise ConfigError(f"--to {target.url}: this folder holds results already; name a new one")
-    if ledger.read_success(target) is not None and target.read(JOB) == records[JOB]:
+    if read_success(target) is not None and target.read(JOB) == records[JOB]:
         raise ConfigError(f"--to {target.url}: this folder holds a complete run of this job already; name a new one")
     for name, data in records.items():
         if not put_new(target, name, data):

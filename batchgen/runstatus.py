@@ -6,11 +6,10 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from batchgen.errors import Interrupted
 from batchgen.io.files import COPIES
 from batchgen.io.stores import Store
 from batchgen.jobrecord import last_list, read_job, read_lists
-from batchgen.lease import DEAD_AFTER_SECONDS, Watch, holder, latest_epoch, seems_alive, slots, who
+from batchgen.lease import DEAD_AFTER_SECONDS, holder, latest_epoch, refuse_company, seems_alive, slots
 from batchgen.parts import list_parts, read_index, read_parts, read_recorded
 from batchgen.runfolder import JOB, PART_FORMATS, STATE, SUCCESS, Counters, parse_part, read_record
 
@@ -130,12 +129,7 @@ def overwrite(store: Store, dead_after: float = DEAD_AFTER_SECONDS) -> None:
         if read_record(store, SUCCESS) is not None:
             store.delete(SUCCESS)
         return
-    watch = Watch(store, all_slots := slots(store), dead_after)
-    for slot in all_slots:
-        lives, epoch = watch.verdict(slot)
-        if lives:
-            last = holder(store, slot, epoch)
-            raise Interrupted(f"{store.url}: {who(last)} is at work on this run; end it first", reason="locked")
+    refuse_company(store, dead_after)
     job = read_record(store, JOB)
     formats = tuple(PART_FORMATS) if job is None else (job["shape"]["format"],)
     names = store.list()

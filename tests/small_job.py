@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from fakes import FakeEngine, FakeModel
 
-from batchgen import job, retry, spec
+from batchgen import job, opening, spec
 from batchgen.feeder_child import RowBatch, State, Task, Worker
 from batchgen.io.stores import Store
 from batchgen.types import NO_TOKENS, Completion, RowError
@@ -52,8 +52,7 @@ class InlineFeeder:
 @pytest.fixture
 def inline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("batchgen.templates.timer", contextlib.nullcontext)  # wants the main thread
-    for module in (job, retry):
-        monkeypatch.setattr(module, "Feeder", InlineFeeder)
+    monkeypatch.setattr(opening, "Feeder", InlineFeeder)
 
 
 class FlakyEngine(FakeEngine):

@@ -500,7 +500,8 @@ def ledger(job: Path) -> Iterator[Ledger]:
         prove=lambda index: "proof",
     )
     shard = ShardRange(0, 0, 0, 2, 0, 5)
-    opened.commit_part(shard, b"{}\n{}\n", Counters(rows=2, rows_failed=1, prompt_tokens=1234, output_tokens=50))
+    counted = Counters(rows=2, rows_failed=1, prompt_tokens=1234, output_tokens=50)
+    opened.acknowledge(opened.write_part(shard, b"{}\n{}\n", counted))
     opened.checkpoint([])
     yield opened
     opened.close()
@@ -523,7 +524,7 @@ def test_status_goes_from_stopped_to_finished(call: Any, job: Path, ledger: Ledg
     found = json.loads(call("status", job, "--json").out)
     assert (found["state"], found["rows_done"], found["rows_total"], found["shards_total"]) == ("stopped", 2, 8, 2)
     assert "rows           2 of 8 (25.0%)\n" in call("status", job).out
-    ledger.commit_part(second, b"{}\n" * 6, Counters(rows=6))
+    ledger.acknowledge(ledger.write_part(second, b"{}\n" * 6, Counters(rows=6)))
     ledger.finish({})
     found = json.loads(call("status", job, "--json").out)
     assert (found["state"], found["rows_done"], found["rows_failed"]) == ("finished", 8, 1)

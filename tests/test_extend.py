@@ -13,9 +13,10 @@ from scripted_job import FILES, MORE_FILES, Job, Witness, arguments, counters, i
 from batchgen import lease as leases
 from batchgen.errors import ConfigError, Interrupted, StorageError
 from batchgen.io.stores import Store
-from batchgen.jobrecord import extend_inputs
-from batchgen.ledger import Ledger, arrange, check_same, peek, read_job, read_success
+from batchgen.jobrecord import arrange, check_same, extend_inputs, read_job
+from batchgen.ledger import Ledger
 from batchgen.runfolder import INPUTS, SUCCESS, inputs_name, part_name
+from batchgen.runstatus import peek, read_success
 
 ALL = len(MORE_FILES)
 SECOND = inputs_name(2)
@@ -150,7 +151,7 @@ def test_a_new_run_with_extend_is_just_a_new_run(memory):
 def test_a_locked_out_start_extends_nothing(memory):
     ledger = start(memory)
     before = memory.list()
-    with pytest.raises(Interrupted, match="another worker has this run"):
+    with pytest.raises(Interrupted, match="is at work on this run"):
         start(memory, inputs=inputs(ALL), extend=True, dead_after=30.0)
     assert memory.list() == before
     ledger.close()

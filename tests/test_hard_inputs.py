@@ -21,7 +21,7 @@ import batchgen
 from batchgen import job, spec
 from batchgen.errors import BatchgenError, ConfigError, DataError, NoInputError
 from batchgen.io.stores import Store
-from batchgen.ledger import read_success
+from batchgen.runstatus import read_success
 
 GOOD = b'{"id":"a","prompt":"x"}\n'
 

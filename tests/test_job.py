@@ -22,8 +22,8 @@ from batchgen.feeder import Feeder
 from batchgen.io.files import expand
 from batchgen.io.stores import Store
 from batchgen.lease import Heart
-from batchgen.ledger import peek
 from batchgen.metrics import Meter
+from batchgen.runstatus import peek
 
 
 @pytest.fixture(scope="module")
@@ -444,7 +444,7 @@ def test_second_start_of_a_living_run_is_locked_out(tmp_path: Path, model_folder
     def second_start() -> None:
         if not tried:
             tried.append(True)
-            with pytest.raises(Interrupted, match="another worker has this run") as locked:
+            with pytest.raises(Interrupted, match="is at work on this run") as locked:
                 start(a_job, FakeModel(model_folder))
             assert locked.value.reason == "locked"
 

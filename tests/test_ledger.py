@@ -17,15 +17,17 @@ import numpy as np
 import pytest
 import scripted_job
 from faulty import FAULTS, Died, FaultyStore, fails_after, fails_before, goes_away
-from scripted_job import Job, Witness, arguments, shards
+from scripted_job import Job, Witness, arguments, commit_part, shards
 
 from batchgen import lease as leases
 from batchgen import parts
 from batchgen.errors import ConfigError, Interrupted, StorageError
 from batchgen.io.sinks import ShardResults, build_part, result_schema
 from batchgen.io.stores import Store
-from batchgen.ledger import Ledger, check_same, overwrite, peek, read_job, read_success
+from batchgen.jobrecord import check_same, read_job
+from batchgen.ledger import Ledger
 from batchgen.runfolder import INPUTS, JOB, PROOFS, SUCCESS, encode, lease_name, part_name, piece_folder, put_new
+from batchgen.runstatus import overwrite, peek, read_success
 from batchgen.types import Completion, InFlight, RowKey, ShardRange
 
 ROOT = Path(__file__).parent.parent
@@ -418,7 +420,7 @@ def commit(ledger, shard, part_format="parquet", text="t", results=None):
     schema = result_schema(id_field=None, carried=[], token_ids=True)
     metadata = ledger.part_metadata(shard, made.counters())
     data = build_part(part_format, schema, made, metadata)
-    return ledger.commit_part(shard, data, made.counters())
+    return commit_part(ledger, shard, data, made.counters())
 
 
 @pytest.mark.parametrize("part_format", ["parquet", "jsonl"])
@@ -586,7 +588,7 @@ def test_peek_through_a_life(memory):
 def test_status_of_a_finished_run_does_without_heavy_imports(tmp_path):
     Job(Store(str(tmp_path)), Witness()).run()
     code = (
-        "import sys; from batchgen.io.stores import Store; from batchgen.ledger import peek; "
+        "import sys; from batchgen.io.stores import Store; from batchgen.runstatus import peek; "
         "print(peek(Store(sys.argv[1])).state, sorted({'pyarrow', 'torch', 'fsspec'} & set(sys.modules)))"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]

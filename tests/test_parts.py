@@ -10,7 +10,7 @@ import fsspec
 import numpy as np
 import pytest
 from faulty import FaultyStore, fails_before
-from scripted_job import Job, Witness, arguments, counters, shards
+from scripted_job import Job, Witness, arguments, commit_part, counters, shards
 
 from batchgen import lease as leases
 from batchgen import ledger as ledgers
@@ -18,8 +18,9 @@ from batchgen import pieces
 from batchgen.errors import StorageError
 from batchgen.io.sinks import ShardResults, build_part, result_schema
 from batchgen.io.stores import Store
-from batchgen.ledger import Ledger, peek, read_success
+from batchgen.ledger import Ledger
 from batchgen.runfolder import INDEX, PROOFS, SUCCESS, encode, index_name, part_name, piece_folder
+from batchgen.runstatus import peek, read_success
 from batchgen.types import Completion, InFlight, RowKey, ShardRange
 
 FORMATS = ["parquet", "jsonl"]
@@ -51,7 +52,7 @@ def part_of(ledger, shard, part_format, text="t"):
 
 
 def commit(ledger, shard, part_format, text="t"):
-    return ledger.commit_part(shard, *part_of(ledger, shard, part_format, text))
+    return commit_part(ledger, shard, *part_of(ledger, shard, part_format, text))
 
 
 class CountingStore(Store):

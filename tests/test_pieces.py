@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import time
+
 import fsspec
 import numpy as np
 import pytest
 from faulty import Died, FaultyStore, dies_after
-from scripted_job import arguments, shards
+from scripted_job import arguments, commit_part, shards
 
+from batchgen import earlier, piecefile, pieces
 from batchgen import lease as leases
-from batchgen import pieces
 from batchgen.errors import Interrupted, StorageError
 from batchgen.io.sinks import ShardResults, build_part, result_schema
 from batchgen.io.stores import Store
-from batchgen.ledger import Ledger, read_job
+from batchgen.jobrecord import read_job
+from batchgen.ledger import Ledger
 from batchgen.runfolder import piece_folder
 from batchgen.types import Completion, InFlight, RowError, RowKey, ShardRange
 
@@ -78,14 +81,14 @@ def test_tokens_in_flight_are_stored_once_each_and_chained_over_starts(memory):
     assert not ledger.checkpoint([flying(0, 1, 2), flying(0, 7, sample=1)])
     ledger.checkpoint([flying(0, 1, 2, 3)])
     names = memory.list(piece_folder(0))
-    rows = [pieces.decode(memory.read(name), read_job(memory)["digest"]).to_pylist() for name in names]
+    rows = [piecefile.decode(memory.read(name), read_job(memory)["digest"]).to_pylist() for name in names]
     assert [(row["start"], row["token_ids"]) for row in rows[0]] == [(0, [1, 2]), (0, [7])]
     assert [(row["start"], row["token_ids"]) for row in rows[1]] == [(2, [3])]
     again = start(memory)
     again.checkpoint([flying(0, 1, 2, 3, 4)])
     again.checkpoint([flying(0, 1, 2, 3, 4, 5)])
     names = memory.list(piece_folder(0))
-    rows += [pieces.decode(memory.read(name), read_job(memory)["digest"]).to_pylist() for name in names[2:]]
+    rows += [piecefile.decode(memory.read(name), read_job(memory)["digest"]).to_pylist() for name in names[2:]]
     assert [(row["start"], row["token_ids"]) for row in rows[2] + rows[3]] == [(3, [4]), (4, [5])]
     assert taken(memory, 0) == (False, [1, 2, 3, 4, 5])
     assert taken(memory, 0, sample=1) == (False, [7])
@@ -122,7 +125,7 @@ def test_a_sample_begun_anew_replaces_what_was_stored(memory):
 def test_pieces_of_another_run_are_left_alone(memory, caplog):
     start(memory).close()
     name = f"{piece_folder(0)}000001-000001.arrow"
-    memory.create(name, pieces.encode([pieces._Entry((0, 0, 0), 0, 0, ids(5))], "other digest"))
+    memory.create(name, piecefile.encode([piecefile.Entry((0, 0, 0), 0, 0, ids(5))], "other digest"))
     assert taken(memory, 0) is None
     assert "belongs to another run" in caplog.text and memory.exists(name)
 
@@ -136,7 +139,7 @@ def test_large_checkpoints_are_split(memory, monkeypatch):
     ledger.checkpoint([flying(41, *range(10))])
     names = memory.list(piece_folder(0))
     assert len(names) == 5 + 1 + 1  # nine small rows a piece, the large one alone, the rest
-    counts = [pieces.decode(memory.read(name), read_job(memory)["digest"]).num_rows for name in names]
+    counts = [piecefile.decode(memory.read(name), read_job(memory)["digest"]).num_rows for name in names]
     assert sum(counts) == 42 and max(counts) <= 1000 // 104 + 1
     assert [taken(memory, row) for row in (0, 39, 41)] == [(True, [*range(10)])] * 2 + [(False, [*range(10)])]
 
@@ -150,12 +153,12 @@ def test_a_piece_goes_when_all_its_rows_are_in_parts(memory):
     ledger.checkpoint([flying(4, 5)])
     ledger.record(done(2, 3))  # in no piece yet when its part is committed
     assert len(memory.list(piece_folder(0))) == 2
-    ledger.commit_part(first, *part_of(ledger, first))
+    commit_part(ledger, first, *part_of(ledger, first))
     assert ledger.pending_bytes == 0 and not ledger.checkpoint([flying(4, 5)])
     assert len(memory.list(piece_folder(0))) == 1
     assert taken(memory, 1) is None and taken(memory, 4) == (False, [5])
     ledger = start(memory)
-    ledger.commit_part(second, *part_of(ledger, second))
+    commit_part(ledger, second, *part_of(ledger, second))
     ledger.checkpoint([])
     assert memory.list(piece_folder(0)) == []
 
@@ -165,7 +168,7 @@ def test_pieces_left_by_a_crash_after_a_commit_go_at_the_next_start(memory):
     ledger.checkpoint([flying(1, 1)])
     (name,) = memory.list(piece_folder(0))
     piece = memory.read(name)
-    ledger.commit_part(shards(0)[0], *part_of(ledger, shards(0)[0]))
+    commit_part(ledger, shards(0)[0], *part_of(ledger, shards(0)[0]))
     memory.create(name, piece)
     assert taken(memory, 1) is None and not memory.exists(name)
 
@@ -179,9 +182,9 @@ def test_what_is_saved_can_be_dropped_and_read_back(memory):
     error = RowError("internal", "no")
     ledger.record(done(0, 1, 2, stop="END"))
     ledger.record(done(3, 9))  # of the second shard
-    assert not ledger.is_saved(RowKey(0, 0), 0)
+    assert ledger.pieces_of(first) == []
     ledger.checkpoint([flying(1, 5)])
-    assert ledger.is_saved(RowKey(0, 0), 0) and not ledger.is_saved(RowKey(0, 1), 0)
+    assert set(ledger.read_back(first, ledger.pieces_of(first))) == {(0, 0)}
     ledger.record(done(1, 5, 6))
     ledger.checkpoint([flying(2, 7)])
     ledger.record(done(2, error=error))  # in memory only
@@ -199,7 +202,7 @@ def test_what_an_earlier_start_saved_is_read_back_too(memory):
     ledger.record(done(0, 1))
     ledger.checkpoint([])
     again = start(memory)
-    assert again.is_saved(RowKey(0, 0), 0) and again.take(RowKey(0, 0), 0) is not None
+    assert again.take(RowKey(0, 0), 0) is not None
     again.record(done(1, 2))
     again.checkpoint([])
     back = again.read_back(shards(0)[0], again.pieces_of(shards(0)[0]))
@@ -216,9 +219,62 @@ def test_a_piece_that_went_bad_ends_the_start_and_the_next_one_computes_anew(mem
     with pytest.raises(StorageError, match=name):
         ledger.read_back(shards(0)[0], names)
     again = start(memory)
-    assert again.take(RowKey(0, 0), 0) is None and not again.is_saved(RowKey(0, 0), 0)
+    assert again.take(RowKey(0, 0), 0) is None and again.pieces_of(shards(0)[0]) == []
     with pytest.raises(Interrupted, match="taken over"):  # the first one learns why its piece may be gone
         ledger.read_back(shards(0)[0], names)
+
+
+# -- memory and time ---------------------------------------------------------------------------------------------------
+
+
+def finish_many(store, rows, a_piece):
+    """Rows that end in about the order of the input, a few of them much later."""
+    ledger = start(store)
+    for number, row in enumerate(sorted(range(rows), key=lambda row: row + 7 * (row % 5) + 100 * (row % 50 == 7))):
+        ledger.record(done(row, row, row, row, row))
+        if number % a_piece == a_piece - 1:
+            ledger.checkpoint([])
+    ledger.checkpoint([])
+
+
+def test_what_ended_is_in_memory_when_its_rows_come_by_and_not_before(memory, monkeypatch):
+    monkeypatch.setattr(earlier, "MAX_AHEAD_BYTES", 80 * 50)  # 50 samples
+    finish_many(memory, 500, 25)
+    ledger = start(store := FaultyStore(memory.url, 10**6, dies_after, ("read",)))
+    ended, count = ledger._pieces._ended, store.count
+    assert ledger.saved == 500 and not ended._ahead
+    for row in range(500):
+        assert ledger.take(RowKey(0, row), 0).token_ids.tolist() == [row] * 4
+        assert len(ended._ahead) < 50
+    assert ledger.saved == 0 and store.count - count < 10 * 10  # ten times fifty samples, of a few pieces each
+
+
+@pytest.mark.parametrize("damage", [None, b"", b"torn"])
+def test_a_piece_that_goes_bad_before_its_rows_come_by_is_computed_anew(memory, damage, caplog):
+    ledger = start(memory)
+    for row in range(3):
+        ledger.record(done(row, row))
+        ledger.checkpoint([])
+    again = start(memory)
+    name = memory.list(piece_folder(0))[1]
+    memory.delete(name) if damage is None else memory.replace(name, damage)
+    assert [again.take(RowKey(0, row), 0) is None for row in range(3)] == [False, True, False]
+    assert (f"{name} is left out" in caplog.text) == (damage is not None)
+    again.record(done(1, 7))
+    again.checkpoint([])
+    back = again.read_back(shards(0)[0], again.pieces_of(shards(0)[0]))
+    assert {row: one.token_ids.tolist() for (row, _), one in back.items()} == {0: [0], 1: [7], 2: [2]}
+
+
+def test_a_commit_costs_what_its_shard_has(memory):
+    """And not what all open shards have."""
+    finish_many(memory, 60_000, 10_000)
+    ledger = start(memory)
+    began = time.process_time()
+    for number in range(1000):
+        ledger._pieces.committed(ShardRange(0, number, number, 1, 0, 0))
+    assert time.process_time() - began < 2.0
+    assert ledger.saved == 59_000
 
 
 # -- merging -----------------------------------------------------------------------------------------------------------
@@ -251,10 +307,42 @@ def test_merging_keeps_everything_that_counts(memory):
     assert again.saved == 151
     hours(again, 150, 200)  # what it took over is merged too, taken or not
     assert len(memory.list(piece_folder(0))) <= pieces.MANY_PIECES + 1
+    assert all(again.take(RowKey(0, row), 0).token_ids.tolist() == [row, row] for row in range(150))
     third = start(memory)
     for row in range(200):
         assert third.take(RowKey(0, row), 0).token_ids.tolist() == [row, row]
     assert third.take(RowKey(0, 999), 0).token_ids.tolist() == [*range(200)]
+
+
+def test_a_checkpoint_that_is_told_of_no_sample_in_flight_merges_nothing_and_spoils_nothing(memory):
+    """As before a trial: what is in flight goes on afterwards, and its pieces are merged then."""
+    ledger = start(memory)
+    hours(ledger, 0, pieces.MANY_PIECES + 1)
+    names = memory.list(piece_folder(0))
+    ledger.record(done(500, 1))
+    ledger.checkpoint([])
+    assert set(names) < set(memory.list(piece_folder(0)))
+    hours(ledger, pieces.MANY_PIECES + 1, 100)
+    assert len(memory.list(piece_folder(0))) <= pieces.MANY_PIECES + 1
+    assert taken(memory, 500) == (True, [1]) and taken(memory, 999) == (False, [*range(100)])
+
+
+def test_merging_does_not_bring_back_an_end_that_was_overruled(memory):
+    first = start(memory)
+    first.checkpoint([flying(0, 1)])
+    second = start(memory)
+    second.checkpoint([flying(0, 1, 20)])
+    first._lease.check = lambda: None
+    first.record(done(0, 1, 2))
+    first.checkpoint([])
+    third = start(memory)
+    assert third.take(RowKey(0, 0), 0).token_ids.tolist() == [1, 20]
+    hours(third, 1, pieces.MANY_PIECES - 4)
+    third.record(done(0, 1, 20, 30))  # in a piece that is not merged together with the overruled one
+    hours(third, pieces.MANY_PIECES - 4, pieces.MANY_PIECES + 2)
+    assert len(memory.list(piece_folder(0))) < pieces.MANY_PIECES
+    assert third.read_back(MANY_ROWS, third.pieces_of(MANY_ROWS))[0, 0].token_ids.tolist() == [1, 20, 30]
+    assert taken(memory, 0) == (True, [1, 20, 30])
 
 
 def test_pieces_being_read_back_are_not_merged(memory):

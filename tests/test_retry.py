@@ -122,8 +122,34 @@ def test_a_parquet_part_keeps_its_schema_its_row_groups_and_every_other_value(tm
     assert rows_of(store) == perfect(tmp_path, model_folder, sampling__n=2, output__token_ids=True)[0]
 
 
+def test_rows_are_drawn_as_the_run_drew_them(tmp_path, model_folder):
+    """With parameters of their own, and defaults that the model brings."""
+
+    class Noting(FlakyEngine):
+        def add(self, request):
+            drawn.setdefault(request.key.row, []).append((request.sampling, request.noise_key))
+            super().add(request)
+
+    def model(fails):
+        made = FakeModel(model_folder, Noting(fails))
+        made.generation_config = {"temperature": 0.7, "top_p": 0.9, "do_sample": True}
+        return made
+
+    own = pa.array(['{"seed": 5}' if row % 2 else None for row in range(6)])
+    table = pa.table({"key": [f"k{row}" for row in range(6)], "text": ["text"] * 6, "own": own})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    a_job = job_of(
+        tmp_path, input__path=str(tmp_path / "rows.parquet"), sampling__column="own", sampling__defaults="model"
+    )
+    drawn: dict[int, list] = {}
+    job.run(a_job, model_opener=lambda _: model({(1, 0), (2, 0)}))
+    retry(a_job, model_opener=lambda _: model(set()))
+    assert [len(drawn[row]) for row in range(6)] == [1, 2, 2, 1, 1, 1]
+    assert all(first == again for row in (1, 2) for first, again in [drawn[row]]) and drawn[1][0][0].top_p == 0.9
+
+
 def test_through_a_feeder_process_of_its_own(tmp_path, model_folder, monkeypatch):
-    monkeypatch.setattr("batchgen.retry.Feeder", Feeder)
+    monkeypatch.setattr("batchgen.opening.Feeder", Feeder)
     a_job = job_of(tmp_path)
     start(a_job, model_folder, FlakyEngine(FAILS))
     engine = FlakyEngine()

@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 import scripted_job
 from faulty import Died, FaultyStore, dies_after, fails_before
-from scripted_job import MORE_FILES, SAMPLES, Job, Witness, arguments, counters, shards
+from scripted_job import MORE_FILES, SAMPLES, Job, Witness, arguments, commit_part, counters, shards
 
 from batchgen import lease as leases
 from batchgen.errors import ConfigError, Interrupted, StorageError
 from batchgen.io.sinks import ShardResults, build_part, result_schema
 from batchgen.io.stores import Store
-from batchgen.ledger import Ledger, overwrite, peek, read_success
+from batchgen.ledger import Ledger
 from batchgen.runfolder import (
     SUCCESS,
     encode,
@@ -35,6 +35,7 @@ from batchgen.runfolder import (
     piece_folder,
     proofs_name,
 )
+from batchgen.runstatus import overwrite, peek, read_success
 from batchgen.types import Completion, InFlight, RowKey
 
 ROOT = Path(__file__).parent.parent
@@ -273,6 +274,18 @@ def test_a_success_of_another_run_or_of_fewer_files_counts_for_nothing(memory, c
         assert read_success(memory)["digest"] == whole["digest"]
 
 
+def test_a_success_of_parts_that_were_made_anew_since_is_replaced(memory):
+    Job(memory, Witness()).run()
+    whole = json.loads(memory.read(SUCCESS))
+    sizes = [part | {"bytes": 1} for part in whole["parts"]]
+    for stale in ({"parts": sizes}, {"counters": whole["counters"] | {"rows_failed": 5}}):
+        memory.replace(SUCCESS, encode(whole | stale))
+        ledger = start(memory)
+        assert ledger.finish({})["parts"] == whole["parts"]
+        ledger.close()
+        assert {name: read_success(memory)[name] for name in stale} == {name: whole[name] for name in stale}
+
+
 def test_an_end_that_was_overruled_is_not_read(memory):
     """A superseded worker saves a sample as finished after its successor went on with it: the successor's counts."""
     first = start(memory)
@@ -287,7 +300,6 @@ def test_an_end_that_was_overruled_is_not_read(memory):
     third = start(memory)
     got = third.take(RowKey(0, 0), 0)
     assert isinstance(got, InFlight) and got.token_ids.tolist() == [1, 2, 30]
-    assert not third.is_saved(RowKey(0, 0), 0)
     assert isinstance(third.take(RowKey(0, 1), 0), Completion)  # the successor knew no better
 
 
@@ -336,7 +348,7 @@ def test_a_locked_slot_is_said_before_other_slots_are_watched(memory):
     elsewhere(memory, 1)
     start(memory, slot=0)
     begin = time.monotonic()
-    with pytest.raises(Interrupted, match="another worker has this run"):
+    with pytest.raises(Interrupted, match="is at work on this run"):
         start(memory, slot=0, dead_after=20.0)
     assert time.monotonic() - begin < 5
 
@@ -368,7 +380,7 @@ def test_a_lease_that_an_older_worker_wrote_over_does_not_make_a_living_one_look
         second.heartbeat()
 
     monkeypatch.setattr(time, "sleep", nap)
-    with pytest.raises(Interrupted, match="another worker has this run"):
+    with pytest.raises(Interrupted, match="is at work on this run"):
         start(memory, dead_after=30.0)
     assert naps
     with pytest.raises(Interrupted, match="taken over"):
@@ -394,12 +406,12 @@ def test_a_lease_that_cannot_be_written_locks_nobody_out(memory, caplog):
 def test_damaged_records_of_a_worker(memory, damage, caplog):
     ledger = start(memory)
     memory.replace(lease_name(0), damage)
-    with pytest.raises(Interrupted, match="another worker has this run"):  # its epoch's record stands for the lease
+    with pytest.raises(Interrupted, match="is at work on this run"):  # its epoch's record stands for the lease
         start(memory, dead_after=30.0)
     assert "damaged" in caplog.text
     ledger.heartbeat()
     memory.replace(epoch_name(0, 1), damage)
-    with pytest.raises(Interrupted, match="another worker has this run"):
+    with pytest.raises(Interrupted, match="is at work on this run"):
         start(memory, dead_after=30.0)
     memory.replace(lease_name(0), damage)
     begin = time.monotonic()
@@ -424,9 +436,9 @@ def test_a_dead_slot_is_taken_over_and_a_living_one_left_alone(memory):
     assert isinstance(ended, Completion) and ended.token_ids.tolist() == [1, 2]
     assert isinstance(begun, InFlight) and begun.token_ids.tolist() == [7, 8, 9]
     assert ledger.take(RowKey(0, 3), 0) is None
-    assert not ledger.is_saved(RowKey(0, 0), 0) and ledger.pending_bytes > 0
+    assert ledger.pieces_of(shards(0)[0]) == [] and ledger.pending_bytes > 0
     ledger.checkpoint([flying(1, 7, 8, 9, 10)])
-    assert ledger.is_saved(RowKey(0, 0), 0) and len(memory.list(piece_folder(1))) == 1
+    assert len(ledger.pieces_of(shards(0)[0])) == 1 and len(memory.list(piece_folder(1))) == 1
     for name in memory.list(piece_folder(1)):
         memory.delete(name)  # what was taken over stands on its own now
     again = start(memory, slot=0)
@@ -444,7 +456,7 @@ def test_pieces_of_a_dead_slot_go_when_all_their_rows_are_in_parts(memory):
     assert len(memory.list(piece_folder(1))) == 2
     shard = shards(0)[0]
     data, counted = part_of(ledger, shard)
-    ledger.commit_part(shard, data, counted)
+    commit_part(ledger, shard, data, counted)
     ledger.checkpoint([])
     assert len(memory.list(piece_folder(1))) == 1
 
@@ -469,7 +481,7 @@ def test_whoever_has_all_parts_finishes_once(memory, part_format):
     ledgers = [first, second]
     for i, shard in enumerate([*shards(0), *shards(1)]):
         data, counted = part_of(ledgers[i % 2], shard, part_format=part_format)
-        assert ledgers[i % 2].commit_part(shard, data, counted)
+        assert commit_part(ledgers[i % 2], shard, data, counted)
     first.commit_index(0, shards(0))
     second.commit_index(1, shards(1))
     second.commit_index(2, [])
@@ -528,7 +540,7 @@ def test_a_part_of_a_run_with_another_identity_is_not_taken_for_ours(memory):
     foreign, _ = part_of(other, shard)
     memory.create(part_name(0, 0, "parquet"), foreign)
     with pytest.raises(ConfigError, match="made by another run"):
-        ledger.commit_part(shard, data, counted)
+        commit_part(ledger, shard, data, counted)
 
 
 def test_a_store_that_fails_before_the_part_leaves_nothing_behind(memory):
@@ -539,4 +551,4 @@ def test_a_store_that_fails_before_the_part_leaves_nothing_behind(memory):
     with pytest.raises(StorageError):
         ledger.write_part(shard, data, counted)
     assert ledger.standing(shard) is None
-    assert ledger.commit_part(shard, data, counted)
+    assert commit_part(ledger, shard, data, counted)

@@ -18,7 +18,7 @@ from small_job import FlakyEngine, counters_of, inline, job_of, parts_of, rows_o
 
 from batchgen import cli, job
 from batchgen import lease as leases
-from batchgen.damage import PLAN
+from batchgen.damage import PLAN, carry_out
 from batchgen.errors import ConfigError, Interrupted, NoInputError, StorageError
 from batchgen.io.sinks import read_proof
 from batchgen.io.stores import Store
@@ -365,6 +365,14 @@ def test_repair_on_an_object_store(tmp_path, model_folder, s3):
     assert [problem.file for problem in verify(store).problems] == damaged
     assert repaired(a_job, model_folder)["repaired"] == damaged
     assert rows_of(store) == rows and verify(store).ok
+
+
+def test_a_repair_that_somebody_else_has_finished_takes_nothing_away(tmp_path, model_folder):
+    """Two starts see the plan; the second one waits until the first has made the run whole again."""
+    _, store = finished(tmp_path, model_folder, "parquet")
+    before = {name: store.read(name) for name in store.list()}
+    assert carry_out(store, lambda: None) == []
+    assert {name: store.read(name) for name in store.list()} == before
 
 
 def test_repair_needs_the_run_for_itself(tmp_path, model_folder):

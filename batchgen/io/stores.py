@@ -73,19 +73,16 @@ class Store:
     @property
     def atomic_create(self) -> bool:
         """Whether `create` lets only one of several writers win. Where it does not, only the lease keeps them apart."""
-        return self._found_powers().create
+        return self.probe().create
 
     @property
     def can_compare(self) -> bool:
         """Whether `replace_if` lets only one of several writers win."""
-        return self._found_powers().compare
+        return self.probe().compare
 
-    def probe(self) -> None:
+    def probe(self) -> Powers:
         """Find out, once, whether the server keeps what its kind of store promises: it may be an older or a
         simpler one that passes over the conditions of a request. Done by itself before the first `create`."""
-        self._found_powers()
-
-    def _found_powers(self) -> Powers:
         with self._probing:
             if not self._disk.proven:
                 self._disk.powers = self._probed()
