@@ -15,13 +15,23 @@ from typing import Any
 from batchgen import __version__, runstatus
 from batchgen.damage import finish_repair
 from batchgen.errors import ConfigError, Interrupted, NoInputError, StorageError
+from batchgen.io.files import COPIES
 from batchgen.io.stores import Store
 from batchgen.jobrecord import check_same, read_job
 from batchgen.lease import Heart
 from batchgen.ledger import Ledger
 from batchgen.loop import Loop, ModelLike
 from batchgen.metrics import Meter
-from batchgen.opening import columns_of, fingerprint, input_files, open_loop, pinned, refuse_mixed_folders, shape
+from batchgen.opening import (
+    columns_of,
+    fingerprint,
+    input_files,
+    open_loop,
+    pinned,
+    refuse_empty,
+    refuse_mixed_folders,
+    shape,
+)
 from batchgen.report import table
 from batchgen.runfolder import TRIAL
 from batchgen.runstatus import read_success
@@ -158,9 +168,10 @@ class _Start:
                 success = None
         if success is not None:
             there = set(store.list(recursive=False))
-            if gone := [part["name"] for part in success["parts"] if part["name"] not in there]:
+            names = [part["name"] for part in success["parts"]] + [*COPIES] * (spec.output.format == "openai")
+            if gone := [name for name in names if name not in there]:
                 raise StorageError(
-                    f"{store.url}: this run is finished, but {len(gone)} of its parts are gone, first {gone[0]}; "
+                    f"{store.url}: this run is finished, but {len(gone)} of its files are gone, first {gone[0]}; "
                     "put them back, or have them computed anew by `batchgen verify JOB --repair`"
                 )
             more = "; --limit has no effect on it" if self.limit is not None else ""
@@ -185,6 +196,8 @@ class _Start:
                 info={"version": __version__, "device": model.device},
             )
             stack.callback(book.close)
+            if (done := read_success(store)) is not None:  # by a worker that was still at it when this start looked
+                return self._summary(done["counters"], status="done", complete=True, resumed=True)
             if not store.atomic_create:
                 logger.warning(
                     "%s: this store cannot create a file only where there is none; nothing but the heartbeat keeps a "
@@ -233,11 +246,7 @@ class _Start:
         seconds = round(time.monotonic() - self._began, 3)
         speed = round(loop.tokens / max(loop.seconds, 1e-9), 1)
         if self.limit is None:
-            if self._spec.input.where is not None and not self._spec.input.allow_empty and not book.totals().rows:
-                raise NoInputError(
-                    f"input.where: none of the rows passes {self._spec.input.where}; correct it, or set "
-                    "input.allow_empty: true where that is normal"
-                )
+            refuse_empty(self._spec, book.totals())
             counters = book.finish({"seconds_of_last_start": seconds}, self._stop_if_asked)["counters"]
         else:
             totals = book.totals()

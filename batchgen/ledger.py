@@ -462,7 +462,8 @@ class Ledger:
             assert proof is not None
             totals.add(proof.counters)
             name = part_name(*key, self.shape["format"])
-            parts.append({"name": name, "rows": proof.shard.num_rows, "bytes": proof.size})
+            counts = {"rows": proof.counters.rows, "results": proof.counters.results}
+            parts.append({"name": name, **counts, "bytes": proof.size})
         return {
             **extra,
             "format_version": FORMAT_VERSION,

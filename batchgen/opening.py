@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batchgen.carry import InputFields, input_fields
-from batchgen.errors import ConfigError
+from batchgen.errors import ConfigError, NoInputError
 from batchgen.feeder import Feeder
 from batchgen.io import answers, sinks, sources
 from batchgen.io.files import InputFile, expand
@@ -26,6 +26,7 @@ from batchgen.loop import Loop, ModelLike, StartLike, resolved_sampling
 from batchgen.metrics import Meter
 from batchgen.partwriter import Built, PartWriter
 from batchgen.report import Progress
+from batchgen.runfolder import Counters
 from batchgen.spec import JobSpec, SamplingSpec
 from batchgen.watchdog import Watchdog
 from batchgen.writer import Writer
@@ -110,6 +111,15 @@ def columns_of(spec: JobSpec, files: Sequence[InputFile]) -> tuple[list[str], In
     if spec.output.format == "openai":
         schema = schema.with_metadata({answers.MODEL: spec.model.path})
     return formats, fields, schema
+
+
+def refuse_empty(spec: JobSpec, totals: Counters) -> None:
+    """NoInputError where a run that is over had no rows, unless the job allows that."""
+    if totals.rows or spec.input.allow_empty:
+        return
+    why = "the input has no rows" if spec.input.where is None else f"none of the rows passes {spec.input.where}"
+    key = "input.path" if spec.input.where is None else "input.where"
+    raise NoInputError(f"{key}: {why}; correct it, or set input.allow_empty: true where that is normal")
 
 
 def pinned(spec: JobSpec, record: Mapping[str, Any] | None) -> JobSpec:

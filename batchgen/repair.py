@@ -27,7 +27,7 @@ def repair(
     store_opener: Callable[..., Store] = Store,
     dead_after: float = DEAD_AFTER_SECONDS,
 ) -> dict[str, Any]:
-    """Make the run of a job whole again; returns the run's summary, with the names of what was taken away.
+    """Make the run of a job whole again; returns the run's summary, with the names of what was taken away or missing.
 
     A part that proves itself is never deleted: out of its place it is kept under `_batchgen/aside/`. Where all is
     well nothing is written. A worker of another machine that may live is watched for `dead_after` seconds.
@@ -35,8 +35,8 @@ def repair(
     store = store_opener(spec.output.path, spec.output.storage_options, retries=spec.errors.retries)
     found = verify(store)
     if found.ok:
-        logger.info("%s: nothing is wrong with this run, nothing to repair", store.url)
-        return {"name": spec.name, "output": store.url, "status": "done", "repaired": []}
+        logger.info("%s: nothing is wrong with this run (%s), nothing to repair", store.url, found.state)
+        return {"name": spec.name, "output": store.url, "status": found.state, "repaired": []}
     for problem in found.problems:
         logger.warning("%s: %s", problem.file, problem.what)
     _refuse_other_job(spec, store, found, model_opener)
@@ -44,9 +44,12 @@ def repair(
         heart.check()
         plan(store, found.problems)
         taken = carry_out(store, heart.check)
-    logger.info("%d files are taken away; running the job to make them anew", len(taken))
+    logger.info("running the job to make anew what is missing; taken away: %s", ", ".join(taken) or "nothing")
     summary = job.run(spec, model_opener=model_opener, store_opener=store_opener)
-    return {**summary, "repaired": taken}
+    return {
+        **summary,
+        "repaired": sorted({*taken, *(one.file for one in found.problems if one.file.startswith("part-"))}),
+    }
 
 
 def _refuse_other_job(

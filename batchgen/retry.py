@@ -31,7 +31,7 @@ from batchgen.lease import DEAD_AFTER_SECONDS, Heart, alone, refuse_company
 from batchgen.ledger import MANY_PROOFS, Ledger, Written
 from batchgen.loop import ModelLike
 from batchgen.metrics import Meter
-from batchgen.opening import columns_of, input_files, open_loop, pinned, refuse_mixed_folders
+from batchgen.opening import columns_of, input_files, open_loop, pinned, refuse_empty, refuse_mixed_folders
 from batchgen.parts import Parts, Recorded, list_parts, prove_part, read_index, read_parts, read_recorded
 from batchgen.report import table
 from batchgen.runfolder import INDEX, INPUT_LISTS, JOB, SUCCESS, Counters, PartProof, part_name, put_new
@@ -97,6 +97,8 @@ class _Retry:
 
     def run(self) -> dict[str, Any]:
         spec, store, target = self._spec, self._store, self._target
+        if spec.input.limit is not None:
+            raise ConfigError("input.limit: a trial is never complete, and has nothing to retry; take the key out")
         finish_repair(store, {"version": __version__}, self._dead_after)
         record = read_job(store)
         if record is None:
@@ -179,6 +181,7 @@ def _lenient(spec: JobSpec) -> JobSpec:
 
 def _judge(spec: JobSpec, counters: Counters, store: Store) -> None:
     """DataError where a run with so many failed rows would not have been finished either."""
+    refuse_empty(spec, counters)
     allowed = spec.errors.max_failed
     most = allowed * counters.rows if isinstance(allowed, float) else allowed
     if counters.rows_failed > most:

@@ -328,7 +328,7 @@ def test_a_finished_run_that_lost_a_part_says_so(tmp_path: Path, model_folder: P
     a_job = job_of(tmp_path, write_rows(tmp_path, 40))
     start(a_job, FakeModel(model_folder))
     (tmp_path / "out/part-00000-00001.parquet").unlink()
-    with pytest.raises(StorageError, match=r"1 of its parts are gone, first part-00000-00001\.parquet"):
+    with pytest.raises(StorageError, match=r"1 of its files are gone, first part-00000-00001\.parquet"):
         start(a_job, FakeModel(model_folder))
     (tmp_path / "out/_SUCCESS").unlink()
     assert start(a_job, FakeModel(model_folder))["rows"] == 40
