@@ -416,7 +416,7 @@ class _Look:
             wrong.append(f"it does not name {_few(unlisted)}")
         for name in sorted(listed.keys() - set(names.values()) - known):
             self._found.add(str(name), f"it is missing, and {SUCCESS} names it", f"put it back, or let {_repair('it')}")
-        sizes = {names[key]: (proof.shard.num_rows, proof.size) for key, proof in self._proofs.items()}
+        sizes = {names[key]: (proof.counters.rows, proof.size) for key, proof in self._proofs.items()}
         if other := sorted(name for name, size in sizes.items() if listed.get(name, size) != size):
             wrong.append(f"it gives other rows or sizes of {_few(other)}")
         if listed.keys() == sizes.keys() and success["counters"] != self._found.counters.to_json():

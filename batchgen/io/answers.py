@@ -16,7 +16,7 @@ import pyarrow as pa
 from batchgen.io.files import BATCH, ERRORS, OUTPUT
 from batchgen.io.jsonline import utf8
 from batchgen.io.stores import Store
-from batchgen.runfolder import Counters, encode
+from batchgen.runfolder import Counters
 from batchgen.types import Completion
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def publish(
         },
         "metadata": None,
     }
-    store.replace(BATCH, encode(batch))
+    store.replace(BATCH, orjson.dumps(batch, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
 
 
 def _lines(store: Store, parts: Sequence[str], pulse: Callable[[], None], *, answered: bool) -> Iterator[bytes]:
