@@ -42,6 +42,8 @@ def repair(
     _refuse_other_job(spec, store, found, model_opener)
     with alone(store, {"version": __version__}, dead_after) as heart:
         heart.check()
+        parts = {problem.file for problem in found.problems if problem.file.startswith("part-")}
+        missing = {name for name in parts if not store.exists(name)}
         plan(store, found.problems)
         taken = carry_out(store, heart.check)
     logger.info("running the job to make anew what is missing; taken away: %s", ", ".join(taken) or "nothing")
