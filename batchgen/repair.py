@@ -48,10 +48,7 @@ def repair(
         taken = carry_out(store, heart.check)
     logger.info("running the job to make anew what is missing; taken away: %s", ", ".join(taken) or "nothing")
     summary = job.run(spec, model_opener=model_opener, store_opener=store_opener)
-    return {
-        **summary,
-        "repaired": sorted({*taken, *(one.file for one in found.problems if one.file.startswith("part-"))}),
-    }
+    return {**summary, "repaired": sorted({*taken, *missing})}
 
 
 def _refuse_other_job(
