@@ -39,13 +39,16 @@ def check_unchanged(file: InputFile, storage_options: Mapping[str, Any]) -> None
     """DataError where a file is not what it was when the run was opened, as far as its size and date tell."""
     disk, at = open_disk(file.path, storage_options), local_path(file.path) or file.path
     entry = patiently(file.path, lambda: disk.stat(at), READ_RETRIES)
-    marks = "etag" if entry is not None and entry.etag is not None and file.etag is not None else "mtime"
-    if entry is None or entry.size != file.size or getattr(entry, marks) != getattr(file, marks):
-        what = "is gone" if entry is None else f"has changed ({file.size} bytes then, {entry.size} now)"
-        raise DataError(
-            f"{file.path}: this input file {what} while the run read it; what was read of it since is not committed. "
-            "Bring the old file back and run again, or give the job another output.path"
-        )
+    if entry is not None and entry.size == file.size:
+        marks = ((entry.etag, file.etag), (entry.mtime, file.mtime))
+        now, then = next((pair for pair in marks if None not in pair), (None, None))
+        if now == then:
+            return
+    what = "is gone" if entry is None else f"has changed ({file.size} bytes then, {entry.size} now)"
+    raise DataError(
+        f"{file.path}: this input file {what} while the run read it; what was read of it since is not committed. "
+        "Bring the old file back and run again, or give the job another output.path"
+    )
 
 
 def expand(paths: Sequence[str], storage_options: Mapping[str, Any], *, allow_empty: bool = False) -> list[InputFile]:
