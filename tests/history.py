@@ -47,6 +47,9 @@ class InlineChild:
         batch = next(self._batches, None)
         return ("finished", None) if batch is None else ("rows", batch)
 
+    def cpu_seconds(self) -> float:
+        return 0.0
+
     def close(self) -> None:
         self._state.close()
 

@@ -85,7 +85,7 @@ def test_the_command_is_killed_twice_and_started_twice_at_once(
         said = [process.communicate(timeout=60) for process in (one, other)]
     assert sorted([one.returncode, other.returncode]) == [ExitCode.DONE, ExitCode.INTERRUPTED], said
     loser = said[one.returncode == ExitCode.DONE]
-    assert json.loads(loser[0].splitlines()[-1]) == {"status": "interrupted", "reason": "locked"}
+    assert json.loads(loser[0].splitlines()[-1])["reason"] == "locked"
     history.check_end()
 
 

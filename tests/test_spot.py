@@ -270,8 +270,8 @@ ENDS = {
 GOES_ON = {
     "another machine": event("Preempt", resources=("worker_1", "worker_33")),
     "a pause of seconds": event("Freeze"),
-    "deleted later": event("Terminate", 600),
-    "moved later": event("Redeploy", 600),
+    "deleted later": event("Terminate", 86_400),
+    "moved later": event("Redeploy", 86_400),
     "a reboot later": event("Reboot", 86_400),
 }
 
