@@ -12,6 +12,8 @@ from batchgen import share_cores
 if TYPE_CHECKING:
     from s3 import Bucket, S3Server
 
+    from batchgen.io.stores import Store
+
 share_cores()
 
 
@@ -30,3 +32,16 @@ def s3(s3_server: S3Server) -> Iterator[Bucket]:
     """A fresh bucket: `url` and `storage_options` for a Store or an input file."""
     yield s3_server.bucket()
     s3_server.fault = lambda request: None
+
+
+@pytest.fixture
+def memory() -> Store:
+    from scripted_job import fresh_memory
+
+    return fresh_memory()
+
+
+@pytest.fixture
+def every_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heartbeats are written whenever one is asked for."""
+    monkeypatch.setattr("batchgen.lease.HEARTBEAT_SECONDS", 0.0)

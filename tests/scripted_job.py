@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import fsspec
 import numpy as np
 import pyarrow.parquet as pq
 
@@ -79,6 +80,16 @@ def arguments(part_format: str = "parquet", **changed: Any) -> dict[str, Any]:
 def commit_part(ledger: Ledger, shard: ShardRange, data: bytes, counters: Counters) -> bool:
     """Write a part and count it: False where another worker's stands in its place."""
     return ledger.acknowledge(ledger.write_part(shard, data, counters))
+
+
+def start(store: Store, **changed: Any) -> Ledger:
+    return Ledger.open(store, **arguments(**changed))
+
+
+def fresh_memory() -> Store:
+    """A run folder in memory: a store, not a disk."""
+    fsspec.filesystem("memory").store.clear()  # its listings pass over all that was ever written
+    return Store("memory://run")
 
 
 class Witness:

@@ -5,16 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 
-import fsspec
 import pytest
 from faulty import FAULTS, Died, FaultyStore
-from scripted_job import FILES, MORE_FILES, Job, Witness, arguments, counters, inputs
+from scripted_job import FILES, MORE_FILES, Job, Witness, arguments, counters, fresh_memory, inputs, start
 
-from batchgen import lease as leases
 from batchgen.errors import ConfigError, Interrupted, StorageError
-from batchgen.io.stores import Store
 from batchgen.jobrecord import arrange, check_same, extend_inputs, read_job
-from batchgen.ledger import Ledger
 from batchgen.runfolder import INPUTS, SUCCESS, inputs_name, part_name
 from batchgen.runstatus import peek, read_success
 
@@ -22,27 +18,11 @@ ALL = len(MORE_FILES)
 SECOND = inputs_name(2)
 
 
-def fresh_memory():
-    fsspec.filesystem("memory").store.clear()  # its listings pass over all that was ever written
-    return Store("memory://run")
-
-
-@pytest.fixture
-def memory():
-    return fresh_memory()
-
-
-@pytest.fixture(autouse=True)
-def every_heartbeat(monkeypatch):
-    monkeypatch.setattr(leases, "HEARTBEAT_SECONDS", 0.0)
+pytestmark = pytest.mark.usefixtures("every_heartbeat")
 
 
 def more():
     return {"inputs": inputs(ALL), "extend": True}
-
-
-def start(store, **changed):
-    return Ledger.open(store, **arguments(**changed))
 
 
 def same(store, given, **changed):

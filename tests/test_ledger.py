@@ -12,12 +12,11 @@ import sys
 import time
 from pathlib import Path
 
-import fsspec
 import numpy as np
 import pytest
 import scripted_job
 from faulty import FAULTS, Died, FaultyStore, fails_after, fails_before, goes_away
-from scripted_job import Job, Witness, arguments, commit_part, shards
+from scripted_job import Job, Witness, arguments, commit_part, fresh_memory, shards, start
 
 from batchgen import lease as leases
 from batchgen import parts
@@ -25,7 +24,6 @@ from batchgen.errors import ConfigError, Interrupted, StorageError
 from batchgen.io.sinks import ShardResults, build_part, result_schema
 from batchgen.io.stores import Store
 from batchgen.jobrecord import check_same, read_job
-from batchgen.ledger import Ledger
 from batchgen.runfolder import INPUTS, JOB, PROOFS, SUCCESS, encode, lease_name, part_name, piece_folder, put_new
 from batchgen.runstatus import overwrite, peek, read_success
 from batchgen.types import Completion, InFlight, RowKey, ShardRange
@@ -33,20 +31,7 @@ from batchgen.types import Completion, InFlight, RowKey, ShardRange
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture
-def memory():
-    """A run folder in memory: a store, not a disk."""
-    return fresh_memory()
-
-
-def fresh_memory():
-    fsspec.filesystem("memory").store.clear()  # its listings pass over all that was ever written
-    return Store("memory://run")
-
-
-@pytest.fixture(autouse=True)
-def every_heartbeat(monkeypatch):
-    monkeypatch.setattr(leases, "HEARTBEAT_SECONDS", 0.0)
+pytestmark = pytest.mark.usefixtures("every_heartbeat")
 
 
 @pytest.mark.parametrize("part_format", ["parquet", "jsonl"])
@@ -105,10 +90,6 @@ def test_kill_minus_nine_again_and_again(tmp_path):
 
 
 # -- what a run is -----------------------------------------------------------------------------------------------------
-
-
-def start(store, **changed):
-    return Ledger.open(store, **arguments(**changed))
 
 
 def begun(store, **changed):

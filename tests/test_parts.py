@@ -6,19 +6,16 @@ import json
 import threading
 import time
 
-import fsspec
 import numpy as np
 import pytest
 from faulty import FaultyStore, fails_before
-from scripted_job import Job, Witness, arguments, commit_part, counters, shards
+from scripted_job import Job, Witness, commit_part, counters, shards, start
 
-from batchgen import lease as leases
 from batchgen import ledger as ledgers
 from batchgen import pieces
 from batchgen.errors import StorageError
 from batchgen.io.sinks import ShardResults, build_part, result_schema
 from batchgen.io.stores import Store
-from batchgen.ledger import Ledger
 from batchgen.runfolder import INDEX, PROOFS, SUCCESS, encode, index_name, part_name, piece_folder
 from batchgen.runstatus import peek, read_success
 from batchgen.types import Completion, InFlight, RowKey, ShardRange
@@ -26,19 +23,7 @@ from batchgen.types import Completion, InFlight, RowKey, ShardRange
 FORMATS = ["parquet", "jsonl"]
 
 
-@pytest.fixture
-def memory():
-    fsspec.filesystem("memory").store.clear()  # its listings pass over all that was ever written
-    return Store("memory://run")
-
-
-@pytest.fixture(autouse=True)
-def every_heartbeat(monkeypatch):
-    monkeypatch.setattr(leases, "HEARTBEAT_SECONDS", 0.0)
-
-
-def start(store, **changed):
-    return Ledger.open(store, **arguments(**changed))
+pytestmark = pytest.mark.usefixtures("every_heartbeat")
 
 
 def part_of(ledger, shard, part_format, text="t"):

@@ -8,32 +8,16 @@ import fsspec
 import numpy as np
 import pytest
 from faulty import Died, FaultyStore, dies_after
-from scripted_job import arguments, commit_part, shards
+from scripted_job import commit_part, shards, start
 
 from batchgen import earlier, piecefile, pieces
-from batchgen import lease as leases
 from batchgen.errors import Interrupted, StorageError
 from batchgen.io.sinks import ShardResults, build_part, result_schema
-from batchgen.io.stores import Store
 from batchgen.jobrecord import read_job
-from batchgen.ledger import Ledger
 from batchgen.runfolder import piece_folder
 from batchgen.types import Completion, InFlight, RowError, RowKey, ShardRange
 
-
-@pytest.fixture
-def memory():
-    fsspec.filesystem("memory").store.clear()  # its listings pass over all that was ever written
-    return Store("memory://run")
-
-
-@pytest.fixture(autouse=True)
-def every_heartbeat(monkeypatch):
-    monkeypatch.setattr(leases, "HEARTBEAT_SECONDS", 0.0)
-
-
-def start(store, **changed):
-    return Ledger.open(store, **arguments(**changed))
+pytestmark = pytest.mark.usefixtures("every_heartbeat")
 
 
 def ids(*numbers):

@@ -13,18 +13,26 @@ import threading
 import time
 from pathlib import Path
 
-import fsspec
 import numpy as np
 import pytest
 import scripted_job
 from faulty import Died, FaultyStore, dies_after, fails_before
-from scripted_job import MORE_FILES, SAMPLES, Job, Witness, arguments, commit_part, counters, shards
+from scripted_job import (
+    MORE_FILES,
+    SAMPLES,
+    Job,
+    Witness,
+    commit_part,
+    counters,
+    fresh_memory,
+    shards,
+    start,
+)
 
 from batchgen import lease as leases
 from batchgen.errors import ConfigError, Interrupted, StorageError
 from batchgen.io.sinks import ShardResults, build_part, result_schema
 from batchgen.io.stores import Store
-from batchgen.ledger import Ledger
 from batchgen.runfolder import (
     SUCCESS,
     encode,
@@ -42,23 +50,7 @@ ROOT = Path(__file__).parent.parent
 FORMATS = ["parquet", "jsonl"]
 
 
-def fresh_memory():
-    fsspec.filesystem("memory").store.clear()  # its listings pass over all that was ever written
-    return Store("memory://run")
-
-
-@pytest.fixture
-def memory():
-    return fresh_memory()
-
-
-@pytest.fixture(autouse=True)
-def every_heartbeat(monkeypatch):
-    monkeypatch.setattr(leases, "HEARTBEAT_SECONDS", 0.0)
-
-
-def start(store, **changed):
-    return Ledger.open(store, **arguments(**changed))
+pytestmark = pytest.mark.usefixtures("every_heartbeat")
 
 
 def ids(*numbers):
