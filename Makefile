@@ -13,7 +13,7 @@ HAS_GPU := $(shell { test -e /dev/nvidiactl || nvidia-smi -L; } >/dev/null 2>&1 
 CONSTRAINTS := $(if $(HAS_GPU),,-c constraints-cpu.txt)
 
 # What an installed copy depends on: with any of these newer than its stamp, it is installed again.
-BUILD_INPUTS := pyproject.toml setup.py constraints-cpu.txt $(wildcard kernels/batchgen_kernels/cpu/*.cpp)
+BUILD_INPUTS := pyproject.toml setup.py constraints-cpu.txt $(wildcard kernels/batchgen_kernels/cpu/*.cpp kernels/batchgen_kernels/cpu/*.h)
 
 .PHONY: help install demo test lint docs bench clean distclean
 

@@ -1,5 +1,7 @@
 """Builds the native CPU ops; everything else about the package stands in pyproject.toml."""
 
+from glob import glob
+
 from setuptools import Extension, setup
 
 setup(
@@ -7,8 +9,9 @@ setup(
         Extension(
             "batchgen_kernels.cpu._ops",
             sources=["kernels/batchgen_kernels/cpu/ops.cpp"],
+            depends=sorted(glob("kernels/batchgen_kernels/cpu/*.h")),
             language="c++",
-            # No -march: the file holds a version for each instruction set and chooses when it is loaded.
+            # No -march: the library holds a version for each instruction set and chooses when it is loaded.
             extra_compile_args=[
                 "-std=c++17",
                 "-O3",
