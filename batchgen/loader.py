@@ -50,6 +50,7 @@ class Model:
         self.path = str(self._checkpoint.path)
         self.tokenizer_path = model.tokenizer or self.path
         self.generation_config: Mapping[str, Any] = self._checkpoint.generation_config
+        self._quantization = model.quantization
         self.dtype = resolve_dtype(model.dtype, self.config.dtype)
         self.max_model_len = self._max_model_len(model.max_model_len)
         self.tokenizer = Tokenizer.load(self.tokenizer_path, chat_template=model.chat_template)
@@ -88,6 +89,7 @@ class Model:
         decoder = registry.build(
             self._checkpoint,
             dtype=dtype,
+            quantization=self._quantization,
             backend=backend,
             max_model_len=self.max_model_len,
             ops=ops or reference_ops,

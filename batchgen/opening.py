@@ -89,6 +89,8 @@ def fingerprint(spec: JobSpec, model: ModelLike | None = None, columns: pa.Schem
             "max_model_len": model.max_model_len,
             "sampling": resolved_sampling(spec, model).model_dump(mode="json", include=set(SamplingSpec.FROM_MODEL)),
         }
+        if spec.model.quantization is not None:  # older records have no such key
+            sections["model"]["quantization"] = spec.model.quantization
     if columns is not None:
         sections["columns"] = {field.name: _kind(field) for field in columns}
     return sections

@@ -36,12 +36,18 @@ class Harness:
         folder: Path,
         *,
         dtype: torch.dtype = torch.float32,
+        quantization: str | None = None,
         max_model_len: int = 256,
         num_blocks: int = 128,
     ) -> None:
         backend = ReferenceBackend(BLOCK_SIZE)
         self.decoder: Decoder = registry.build(
-            open_checkpoint(folder), dtype=dtype, backend=backend, max_model_len=max_model_len, ops=ops
+            open_checkpoint(folder),
+            dtype=dtype,
+            quantization=quantization,
+            backend=backend,
+            max_model_len=max_model_len,
+            ops=ops,
         )
         backend.allocate(self.decoder.config.layers, num_blocks, dtype)
         self.free = random.Random(0).sample(range(num_blocks), num_blocks)
@@ -368,6 +374,43 @@ def test_linear_fuses_parts_loaded_in_any_order(dtype: torch.dtype, rows: int) -
     expected = F.linear(x.double(), torch.cat(parts).to(dtype).double(), torch.cat(biases).to(dtype).double())
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(linear(x).double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_int8_linear_is_close_to_the_dense_one_and_rounds_as_the_ops_do() -> None:
+    torch.manual_seed(0)
+    quantised = layers.Int8Linear(48, (5, 7, 9), bias=True, dtype=torch.float32, ops=ops)
+    dense = layers.Linear(48, (5, 7, 9), bias=True, dtype=torch.float32)
+    for part, size in ((2, 9), (0, 5), (1, 7)):
+        weight, bias = torch.randn(size, 48), torch.randn(size)
+        for linear in (dense, quantised):
+            linear.load_weight(part, weight)
+            linear.load_bias(part, bias)
+    assert quantised.weight is None  # no copy of the wide one is left
+    x = torch.randn(30, 48)
+    error = (quantised(x) - dense(x)).std() / dense(x).std()
+    assert 0.001 < error < 0.02
+
+
+def test_quantising_a_large_weight_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = torch.randn(50, 12), torch.randn(3, 12)
+    outs = []
+    for rows in (4096, 7):
+        monkeypatch.setattr(layers, "QUANTIZE_ROWS", rows)
+        linear = layers.Int8Linear(12, (50,), bias=False, dtype=torch.float32, ops=ops)
+        linear.use(weight)
+        outs.append(linear(x))
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("variant", ["llama-tied", "llama-biases", "qwen3"])
+def test_a_quantised_model_is_near_the_reference(variant: str, tmp_path: Path) -> None:
+    family, changes = VARIANTS[variant]
+    model = tiny_model(tmp_path, family, **changes)
+    harness = Harness(tmp_path, quantization="int8")
+    tokens = sequences(harness.decoder.config.vocab_size, 40)
+    logits, expected = harness.step(tokens)[0], reference_logits(model, tokens[0])
+    error = (logits - expected).std() / expected.std()
+    assert 0.001 < error < 0.1
 
 
 def test_linear_without_prepacking_shares_a_tied_embedding(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -305,7 +305,7 @@ def test_a_wrong_secret_is_not_repeated() -> None:
 
 REFUSED: dict[str, list[Any]] = {
     "task": ["score", "embed"],
-    "model.quantization": ["int8"],
+    "model.quantization": ["fp8", "int4"],
     "model.storage_options": [{"key": "x"}],
     "sampling.max_tokens": [0],
     "sampling.repetition_penalty": [1.1],

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
 from batchgen.attention.base import AttentionBackend, AttentionMetadata
 from batchgen.models.config import KVSpec, ModelConfig
-from batchgen.models.layers import ACTIVATIONS, Linear, Ops, RopeTable
+from batchgen.models.layers import ACTIVATIONS, Int8Linear, Linear, Ops, RopeTable
+
+
+QUANTIZED = {"int8": Int8Linear}  # model.quantization -> what its linear layers are
 
 
 class DecoderLayer:
     """The weights of one layer; q, k and v are one matrix, gate and up are one matrix."""
 
-    def __init__(self, config: ModelConfig, spec: KVSpec, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, spec: KVSpec, dtype: torch.dtype, linear: Callable[..., Linear]) -> None:
         hidden, inter = config.hidden_size, config.intermediate_size
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self.spec = spec
         self.input_norm = torch.empty(hidden, dtype=dtype)
-        self.qkv = Linear(hidden, (q_size, kv_size, kv_size), bias=config.qkv_bias, dtype=dtype)
+        self.qkv = linear(hidden, (q_size, kv_size, kv_size), bias=config.qkv_bias, dtype=dtype)
         self.q_norm = torch.empty(spec.head_dim, dtype=dtype) if config.qk_norm else None
         self.k_norm = torch.empty(spec.head_dim, dtype=dtype) if config.qk_norm else None
-        self.out = Linear(q_size, (hidden,), bias=config.out_bias, dtype=dtype)
+        self.out = linear(q_size, (hidden,), bias=config.out_bias, dtype=dtype)
         self.post_norm = torch.empty(hidden, dtype=dtype)
-        self.gate_up = Linear(hidden, (inter, inter), bias=config.mlp_bias, dtype=dtype)
-        self.down = Linear(inter, (hidden,), bias=config.mlp_bias, dtype=dtype)
+        self.gate_up = linear(hidden, (inter, inter), bias=config.mlp_bias, dtype=dtype)
+        self.down = linear(inter, (hidden,), bias=config.mlp_bias, dtype=dtype)
 
 
 class Decoder:
@@ -34,16 +40,24 @@ class Decoder:
     """
 
     def __init__(
-        self, config: ModelConfig, *, dtype: torch.dtype, backend: AttentionBackend, max_model_len: int, ops: Ops
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        quantization: str | None = None,
+        backend: AttentionBackend,
+        max_model_len: int,
+        ops: Ops,
     ) -> None:
+        linear = partial(QUANTIZED[quantization], ops=ops) if quantization else Linear
         self.config = config
         self.dtype = dtype
         self.backend = backend
         self.ops = ops
         self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.layers = [DecoderLayer(config, spec, dtype) for spec in config.layers]
+        self.layers = [DecoderLayer(config, spec, dtype, linear) for spec in config.layers]
         self.norm = torch.empty(config.hidden_size, dtype=dtype)
-        self.head = Linear(config.hidden_size, (config.vocab_size,), bias=False, dtype=dtype)
+        self.head = linear(config.hidden_size, (config.vocab_size,), bias=False, dtype=dtype)
         self.ropes = [RopeTable(rope, max_model_len) for rope in config.ropes]
 
     @torch.inference_mode()

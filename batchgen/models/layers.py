@@ -1,4 +1,4 @@
-"""The decoder's building blocks: linear layers (dense or prepacked), embedding, activations, rotary tables."""
+"""The decoder's building blocks: linear layers (dense, prepacked or in 8 bits), activations, rotary tables."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from batchgen_kernels.reference import Int8Weight, quantize
 
 from batchgen.models.config import RopeConfig
+
+QUANTIZE_ROWS = 4096  # of a weight at once
 
 
 class Ops(Protocol):
@@ -30,6 +33,10 @@ class Ops(Protocol):
 
     def gelu_tanh_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """The same with gelu in its tanh form."""
+        ...
+
+    def int8_linear(self, x: torch.Tensor, weight: Int8Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """(num_tokens, in_features) -> (num_tokens, out_features), x quantised by row; the bias is float32."""
         ...
 
 
@@ -100,6 +107,28 @@ class Linear:
             return out
         assert self.weight is not None
         return F.linear(x, self.weight, self.bias)
+
+
+class Int8Linear(Linear):
+    """The same with weights in 8 bits, a scale for each output channel, and activations quantised by token as they come.
+
+    Weights are quantised while they are loaded, from what `dtype` holds of them.
+    """
+
+    def __init__(self, in_features: int, parts: Sequence[int], *, bias: bool, dtype: torch.dtype, ops: Ops) -> None:
+        super().__init__(in_features, parts, bias=False, dtype=dtype)
+        self.bias = torch.empty(sum(parts)) if bias else None
+        self._ops = ops
+        self._int8: Int8Weight | None = None
+
+    def use(self, weight: torch.Tensor) -> None:
+        pieces = [quantize(rows) for rows in weight.split(QUANTIZE_ROWS)]
+        self._int8 = Int8Weight.pack(torch.cat([p[0] for p in pieces]), torch.cat([p[1] for p in pieces]))
+        self.weight = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        assert self._int8 is not None
+        return self._ops.int8_linear(x, self._int8, self.bias)
 
 
 class RopeTable:

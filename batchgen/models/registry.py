@@ -257,11 +257,18 @@ class Place(NamedTuple):
 
 
 def build(
-    checkpoint: Checkpoint, *, dtype: torch.dtype, backend: AttentionBackend, max_model_len: int, ops: Ops
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    quantization: str | None = None,
+    backend: AttentionBackend,
+    max_model_len: int,
+    ops: Ops,
 ) -> Decoder:
     """Make the decoder and stream the checkpoint's tensors into place; every one is used or known to be needless.
 
-    `max_model_len` bounds the positions. EOS ids of generation_config.json join those of config.json.
+    With `quantization` linear layers, the head among them, are quantised as they are loaded. `max_model_len` bounds the
+    positions. EOS ids of generation_config.json join those of config.json.
     """
     config = read_config(checkpoint.config)
     more_ends = _token_ids(checkpoint.generation_config.get("eos_token_id"))
@@ -269,7 +276,9 @@ def build(
     names = FAMILIES[config.architecture].names
     head_name = f"{names['head']}.weight"
     stored = {name for name in checkpoint.names if not any(pattern.fullmatch(name) for pattern in IGNORABLE)}
-    decoder = Decoder(config, dtype=dtype, backend=backend, max_model_len=max_model_len, ops=ops)
+    decoder = Decoder(
+        config, dtype=dtype, quantization=quantization, backend=backend, max_model_len=max_model_len, ops=ops
+    )
     places = dict(_places(decoder, names))
     _check_names(checkpoint, config, stored - ({head_name} if config.tied_head else set()), set(places))
     for name, tensor in checkpoint.stream(places, dtype=dtype):

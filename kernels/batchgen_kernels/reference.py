@@ -7,8 +7,13 @@ the ops that wrote it.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
+
+PANEL = 16  # output channels that an 8-bit weight keeps together
+_EXACT = 1024  # products of two 8-bit numbers whose sum float32 holds exactly
 
 
 def pool_shape(num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int) -> tuple[int, int, int]:
@@ -178,3 +183,58 @@ def keyed_gumbel(
     words = philox4x32(counter, key).reshape(rows, -1)[:, :vocab]
     uniform = ((words >> 9).float() + 0.5) * 2.0**-23
     return -torch.log(-torch.log(uniform))
+
+
+class Int8Weight(NamedTuple):
+    """A weight (out_features, in_features) in 8 bits as the ops read it, with a scale for each output channel.
+
+    Channels are padded to whole panels of PANEL and inputs to fours, with zeros. `sums` are those of the channels.
+    """
+
+    panels: torch.Tensor  # (num_panels, in_features / 4, PANEL, 4) int8
+    scales: torch.Tensor  # (num_panels * PANEL,) float32
+    sums: torch.Tensor  # (num_panels * PANEL,) int32
+    out_features: int
+    in_features: int
+
+    @classmethod
+    def pack(cls, quantized: torch.Tensor, scales: torch.Tensor) -> Int8Weight:
+        """From int8 (out_features, in_features) and float32 (out_features,), as `quantize` gives them."""
+        channels, inputs = quantized.shape
+        padded = F.pad(quantized, (0, -inputs % 4, 0, -channels % PANEL))
+        panels = padded.view(-1, PANEL, padded.shape[1] // 4, 4).transpose(1, 2).contiguous()
+        sums = padded.sum(dim=1, dtype=torch.int32)
+        return cls(panels, F.pad(scales, (0, -channels % PANEL)), sums, channels, inputs)
+
+    def unpack(self) -> torch.Tensor:
+        """int8 (out_features, in_features)"""
+        padded = self.panels.transpose(1, 2).flatten(2).flatten(0, 1)
+        return padded[: self.out_features, : self.in_features]
+
+
+def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows (num_rows, size) in 8 bits, symmetric: int8 of the same shape and float32 (num_rows,) scales.
+
+    The largest magnitude of a row becomes 127. A row that holds NaN or infinity has the scale NaN.
+    """
+    wide = x.float()
+    peak = wide.abs().amax(dim=1)
+    inverse = torch.where(peak > 0, torch.tensor(127.0) / peak, torch.zeros(()))
+    quantized = (wide * inverse[:, None]).round().nan_to_num(0.0).clamp(-127, 127).to(torch.int8)
+    return quantized, peak / 127.0 + (wide * 0.0).sum(dim=1)
+
+
+def int8_linear(
+    x: torch.Tensor,  # (num_tokens, in_features)
+    weight: Int8Weight,
+    bias: torch.Tensor | None = None,  # (out_features,) float32
+) -> torch.Tensor:
+    """x W^T + b with x quantised by row and sums in whole numbers -> (num_tokens, out_features), in x's dtype."""
+    quantized, scales = quantize(x)
+    channels = weight.unpack()
+    out = torch.zeros(x.shape[0], weight.out_features, dtype=torch.float64)
+    for first in range(0, weight.in_features, _EXACT):
+        part = slice(first, first + _EXACT)
+        out += quantized[:, part].float() @ channels[:, part].float().T
+    out = out.float() * scales[:, None] * weight.scales[: weight.out_features]
+    return (out if bias is None else out + bias).to(x.dtype)

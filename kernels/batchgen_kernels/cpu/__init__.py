@@ -20,10 +20,11 @@ from batchgen_kernels import reference
 ISAS = ("portable", "avx2", "avx512", "avx512_bf16")  # by level
 BLOCK_SIZES = (16, 32, 64, 128)  # what divides the tile of keys
 MAX_HEAD_DIM = 256
-_INTERFACE = 1  # bg_interface() of the ops.cpp that belongs to this file
+_INTERFACE = 2  # bg_interface() of the ops.cpp that belongs to this file
 _QUERY_ROWS = 48  # of one item at most: MAX_ROWS there
 _REGISTER_ROWS = 6  # ROWS there
 _KEY_TILE = 128  # KEY_TILE there
+_LINEAR_ROWS = 8  # LINEAR_ROWS there at most
 _FLAGS = {torch.float32: 0, torch.bfloat16: 1}
 _SIGNATURES = {  # i int, l long, f float, p pointer
     "bg_attention": "iiipllpppl" + "ppp" + "liiii" + "ffi" + "ll",
@@ -31,6 +32,7 @@ _SIGNATURES = {  # i int, l long, f float, p pointer
     "bg_rms_norm": "iiipllppl" + "pliif",
     "bg_gate": "iiiiplpli",
     "bg_gumbel": "iippppli",
+    "bg_int8_linear": "iiipl" + "pppp" + "pl" + "iipp",
 }
 _TYPES = {"i": ctypes.c_int, "l": ctypes.c_long, "f": ctypes.c_float, "p": ctypes.c_void_p}
 
@@ -353,5 +355,42 @@ class Ops:
             out.data_ptr(),
             rows,
             vocab,
+        )
+        return out
+
+    def int8_linear(
+        self,
+        x: torch.Tensor,  # (num_tokens, in_features)
+        weight: reference.Int8Weight,
+        bias: torch.Tensor | None = None,  # (out_features,) float32
+    ) -> torch.Tensor:  # (num_tokens, out_features)
+        bf16, dtype = _flag("x", x), x.dtype
+        num_tokens, quads = x.shape[0], weight.panels.shape[1]
+        channels = weight.panels.shape[0] * reference.PANEL
+        _check("x", x, dtype, (num_tokens, weight.in_features))
+        _check_contiguous("panels", weight.panels, torch.int8, (weight.panels.shape[0], quads, reference.PANEL, 4))
+        _check_contiguous("scales", weight.scales, torch.float32, (channels,))
+        _check_contiguous("sums", weight.sums, torch.int32, (channels,))
+        if bias is not None:
+            _check_contiguous("bias", bias, torch.float32, (weight.out_features,))
+        out = torch.empty(num_tokens, weight.out_features, dtype=dtype)
+        lanes = torch.empty((num_tokens + _LINEAR_ROWS) * 2 * quads, dtype=torch.int32)
+        row_scales = torch.empty(num_tokens, dtype=torch.float32)
+        self._library.bg_int8_linear(
+            self._level,
+            torch.get_num_threads(),
+            bf16,
+            x.data_ptr(),
+            x.stride(0),
+            weight.panels.data_ptr(),
+            weight.scales.data_ptr(),
+            weight.sums.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            num_tokens,
+            weight.in_features,
+            weight.out_features,
+            lanes.data_ptr(),
+            row_scales.data_ptr(),
         )
         return out

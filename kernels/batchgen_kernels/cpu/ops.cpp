@@ -1,4 +1,5 @@
-// Paged attention, rope with KV write, norm, gated activations and keyed noise on a CPU, behind a plain C interface.
+// Paged attention, rope with KV write, norm, gated activations, keyed noise and 8-bit matmuls on a CPU, behind a plain
+// C interface.
 //
 // The kernels stand in the headers beside this file, written in terms of a vector of W floats. This file includes
 // itself again once per instruction set (BG_LEVEL) with the compiler's target switched, collects each set of kernels
@@ -27,6 +28,7 @@ namespace {
 
 constexpr int KEY_TILE = 128;  // keys per softmax step
 constexpr int MAX_DIM = 256;
+constexpr int PANEL = 16;  // output channels that an 8-bit weight keeps together
 constexpr int MAX_ROWS = 48;  // query rows of one work item: few enough that their state stays in L2
 
 struct Attention {
@@ -80,6 +82,22 @@ struct Gumbel {
     int vocab;
 };
 
+struct Int8Linear {
+    const void* x;
+    long x_row;             // stride
+    const int32_t* weight;  // panels, see matmul.h
+    const float* scales;    // of the channels, padded to whole panels, as are their sums
+    const int32_t* sums;
+    const float* bias;  // null: none
+    void* out;          // (rows, out_features), contiguous
+    long rows;
+    int in_features, out_features;
+    int32_t* lanes;     // room for the quantised rows
+    float* row_scales;  // (rows,)
+
+    int quads() const { return (in_features + 3) / 4; }
+};
+
 struct Kernels {  // [0] float32, [1] bfloat16; all but attention take a range of rows
     void (*attention[2])(const Attention&, const int32_t* item, const int32_t* next_item);
     void (*rope[2])(const Rope&, long begin, long end);
@@ -87,6 +105,9 @@ struct Kernels {  // [0] float32, [1] bfloat16; all but attention take a range o
     void (*silu[2])(const Gate&, long begin, long end);
     void (*gelu[2])(const Gate&, long begin, long end);
     void (*gumbel)(const Gumbel&, long begin, long end);
+    void (*quantize[2])(const Int8Linear&, long begin, long end);  // of register tiles of rows
+    void (*int8_linear[2])(const Int8Linear&, long group, long begin, long end);
+    int linear_rows, linear_channels;  // of a register tile
 };
 
 inline int padded(int head_dim) { return (head_dim + 15) / 16 * 16; }
@@ -145,7 +166,7 @@ BG_TARGET_END
 
 #define BG_LEVEL 3
 #define BG_NAMESPACE avx512_bf16
-BG_TARGET("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
+BG_TARGET("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16")
 #include "ops.cpp"
 BG_TARGET_END
 #undef BG_LEVEL
@@ -168,7 +189,7 @@ const Kernels* const LEVELS[] = {
 extern "C" {
 
 // Changes with any change of this interface, so that a library built from older source is not called wrongly.
-int bg_interface() { return 1; }
+int bg_interface() { return 2; }
 
 // The highest level this machine runs.
 int bg_best_level() {
@@ -178,7 +199,7 @@ int bg_best_level() {
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
         !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
         return 1;
-    return __builtin_cpu_supports("avx512bf16") ? 3 : 2;
+    return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") ? 3 : 2;
 #else
     return 0;
 #endif
@@ -260,6 +281,29 @@ void bg_gumbel(int level, int threads, const int64_t* keys, const int32_t* posit
     split(threads, rows, 1 + 8192 / vocab, [&](long begin, long end) { kernel(work, begin, end); });
 }
 
+void bg_int8_linear(int level, int threads, int bf16, const void* x, long x_row, const void* weight,
+                    const float* scales, const int32_t* sums, const float* bias, void* out, long rows, int in_features,
+                    int out_features, int32_t* lanes, float* row_scales) {
+    const Int8Linear work{x,   x_row, static_cast<const int32_t*>(weight), scales,       sums,  bias,
+                          out, rows,  in_features,                         out_features, lanes, row_scales};
+    const Kernels& kernels = *LEVELS[level];
+    const long tiles = (rows + kernels.linear_rows - 1) / kernels.linear_rows;
+    const long groups = (out_features + kernels.linear_channels - 1) / kernels.linear_channels;
+    // One group of channels is the natural piece of work: it is read from memory once. Where that makes too few
+    // pieces for many threads, rows are cut too, into parts that still outweigh the reading.
+    const long parts = std::max(1L, std::min((tiles + 3) / 4, 4L * threads / groups));
+    std::atomic<long> taken{0};
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+        for (long tile = 0; tile < tiles; ++tile) kernels.quantize[bf16](work, tile, tile + 1);
+        for (long i; (i = taken.fetch_add(1, std::memory_order_relaxed)) < groups * parts;) {
+            const long part = i % parts;
+            kernels.int8_linear[bf16](work, i / parts, tiles * part / parts, tiles * (part + 1) / parts);
+        }
+    }
+}
+
 }  // extern "C"
 
 #else  // BG_LEVEL: the kernels, compiled once per level
@@ -271,6 +315,7 @@ namespace BG_NAMESPACE {
 // first: the others are written in its terms
 #include "attention.h"
 #include "rows.h"
+#include "matmul.h"
 
 const Kernels kernels = {
     {attention<Single>, attention<Pairs>},
@@ -279,6 +324,10 @@ const Kernels kernels = {
     {gate<float, Silu>, gate<uint16_t, Silu>},
     {gate<float, GeluTanh>, gate<uint16_t, GeluTanh>},
     gumbel,
+    {quantize<float>, quantize<uint16_t>},
+    {int8_linear<float>, int8_linear<uint16_t>},
+    LINEAR_ROWS,
+    LINEAR_VECTORS * W,
 };
 
 }  // namespace BG_NAMESPACE

@@ -103,6 +103,17 @@ inline void write(uint16_t* to, Floats v, long left) {
 inline Floats rounded(const float*, Floats v) { return v; }
 inline Floats rounded(const uint16_t*, Floats v) { return floats(halves(v)); }
 
+// To the nearest whole number, to even from half way; of magnitudes below 2 ** 22.
+inline Ints nearest(Floats x) {
+#if BG_LEVEL >= 2
+    return (Ints)_mm512_cvtps_epi32(x);
+#elif BG_LEVEL == 1
+    return (Ints)_mm256_cvtps_epi32(x);
+#else
+    return (Ints)(x + 12582912.0f) - 0x4b400000;  // 1.5 * 2 ** 23 leaves it in the low bits
+#endif
+}
+
 // 2 ** x with a relative error of 1e-7: exact at 0, exactly 0 far below it, infinity from 128 on; a NaN stays one.
 inline Floats exp2(Floats x) {
     x = minimum(splat(160.0f), maximum(splat(-160.0f), x));
