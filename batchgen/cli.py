@@ -447,6 +447,21 @@ def bench_engine(
     _print_json(found)
 
 
+@bench.command("quality")
+@_job_options
+@click.option("--rows", type=click.IntRange(1), default=64, show_default=True, help="Of the job's first rows.")
+def bench_quality(job: str, params: dict[str, str], overrides: tuple[str, ...], rows: int) -> None:
+    """Compare JOB's quantised model with the plain one; prints one JSON line.
+
+    Both answer the first rows greedily, then both read the plain model's answers.
+    """
+    settings = _load(job, params, overrides)
+    _show_logs()
+    from batchgen import bench_quality as benches
+
+    _print_json(benches.measure(settings, rows))
+
+
 @bench.command("data")
 @click.option("--rows", type=click.IntRange(1), default=200_000, show_default=True, help="Rows of the input.")
 @click.option("--prompt-tokens", type=click.IntRange(1), default=100, show_default=True, help="Of a row, about.")

@@ -98,8 +98,8 @@ class ModelSpec(Section):
     )
     quantization: Literal["int8", "fp8", "int4"] | None = Field(
         default=None,
-        description="Quantise while loading. int8: weights by output channel, activations by token as they come; embedding "
-        "and norms stay as they are. `batchgen bench quality` says what it changes in a job's answers. Quantised "
+        description="Quantise while loading. int8: weights by output channel, activations by token as they come; "
+        "embedding and norms stay as they are. `batchgen bench quality` says what it changes in a job's answers. Quantised "
         "checkpoints are recognised by themselves.",
     )
     tokenizer: kinds.Text | None = Field(

@@ -140,6 +140,19 @@ class Runner:
             return StepResult(handle.plan.step, np.empty(0, np.int32), np.empty(0, np.bool_))
         return StepResult(handle.plan.step, handle.tokens.to(torch.int32).numpy(), handle.finite.numpy())
 
+    @torch.inference_mode()
+    def logits_of(self, token_ids: TokenIds) -> torch.Tensor:
+        """Logits (num_tokens, vocab_size) at every position of one sequence: for measuring a model, not for a job.
+
+        Keys and values go into the pool's first blocks, whatever these held: nothing may run afterwards.
+        """
+        length = len(token_ids)
+        positions = np.arange(length)
+        blocks = np.arange(-(-length // self._block_size), dtype=np.int32)[None]
+        metadata = _metadata(np.array([0, length], np.int32), np.array([length], np.int32), blocks, positions, length)
+        ids = torch.from_numpy(token_ids.astype(np.int64))
+        return self._decoder.forward(ids, torch.from_numpy(positions), metadata)
+
 
 def bucket(num_rows: int) -> int:
     """The row count that num_rows is padded to: oneDNN prepares a primitive for every new one, and computes a single

@@ -12,7 +12,6 @@ from batchgen.attention.base import AttentionBackend, AttentionMetadata
 from batchgen.models.config import KVSpec, ModelConfig
 from batchgen.models.layers import ACTIVATIONS, Int8Linear, Linear, Ops, RopeTable
 
-
 QUANTIZED = {"int8": Int8Linear}  # model.quantization -> what its linear layers are
 
 

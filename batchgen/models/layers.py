@@ -110,7 +110,7 @@ class Linear:
 
 
 class Int8Linear(Linear):
-    """The same with weights in 8 bits, a scale for each output channel, and activations quantised by token as they come.
+    """The same in 8 bits: weights with a scale for each output channel, activations quantised by token as they come.
 
     Weights are quantised while they are loaded, from what `dtype` holds of them.
     """

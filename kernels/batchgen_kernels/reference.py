@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+GROUP = 64  # inputs of an 8-bit matmul that share a scale in a row of activations
 PANEL = 16  # output channels that an 8-bit weight keeps together
-_EXACT = 1024  # products of two 8-bit numbers whose sum float32 holds exactly
 
 
 def pool_shape(num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int) -> tuple[int, int, int]:
@@ -188,23 +188,24 @@ def keyed_gumbel(
 class Int8Weight(NamedTuple):
     """A weight (out_features, in_features) in 8 bits as the ops read it, with a scale for each output channel.
 
-    Channels are padded to whole panels of PANEL and inputs to fours, with zeros. `sums` are those of the channels.
+    Channels are padded to whole panels of PANEL and inputs to fours, with zeros. `sums` are those of a channel's
+    weights in each GROUP of inputs.
     """
 
     panels: torch.Tensor  # (num_panels, in_features / 4, PANEL, 4) int8
     scales: torch.Tensor  # (num_panels * PANEL,) float32
-    sums: torch.Tensor  # (num_panels * PANEL,) int32
+    sums: torch.Tensor  # (num_groups, num_panels * PANEL) int32
     out_features: int
     in_features: int
 
     @classmethod
     def pack(cls, quantized: torch.Tensor, scales: torch.Tensor) -> Int8Weight:
-        """From int8 (out_features, in_features) and float32 (out_features,), as `quantize` gives them."""
+        """From int8 (out_features, in_features) and float32 (out_features,)."""
         channels, inputs = quantized.shape
-        padded = F.pad(quantized, (0, -inputs % 4, 0, -channels % PANEL))
-        panels = padded.view(-1, PANEL, padded.shape[1] // 4, 4).transpose(1, 2).contiguous()
-        sums = padded.sum(dim=1, dtype=torch.int32)
-        return cls(panels, F.pad(scales, (0, -channels % PANEL)), sums, channels, inputs)
+        padded = F.pad(quantized, (0, -inputs % GROUP, 0, -channels % PANEL))
+        sums = padded.view(len(padded), -1, GROUP).sum(dim=2, dtype=torch.int32).T.contiguous()
+        fours = padded[:, : inputs + -inputs % 4].reshape(-1, PANEL, (inputs + 3) // 4, 4)
+        return cls(fours.transpose(1, 2).contiguous(), F.pad(scales, (0, -channels % PANEL)), sums, channels, inputs)
 
     def unpack(self) -> torch.Tensor:
         """int8 (out_features, in_features)"""
@@ -213,15 +214,15 @@ class Int8Weight(NamedTuple):
 
 
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows (num_rows, size) in 8 bits, symmetric: int8 of the same shape and float32 (num_rows,) scales.
+    """Rows (..., size) in 8 bits, symmetric: int8 of the same shape and float32 scales (...).
 
     The largest magnitude of a row becomes 127. A row that holds NaN or infinity has the scale NaN.
     """
     wide = x.float()
-    peak = wide.abs().amax(dim=1)
+    peak = wide.abs().amax(dim=-1, keepdim=True)
     inverse = torch.where(peak > 0, torch.tensor(127.0) / peak, torch.zeros(()))
-    quantized = (wide * inverse[:, None]).round().nan_to_num(0.0).clamp(-127, 127).to(torch.int8)
-    return quantized, peak / 127.0 + (wide * 0.0).sum(dim=1)
+    quantized = (wide * inverse).round().nan_to_num(0.0).clamp(-127, 127).to(torch.int8)
+    return quantized, peak[..., 0] / 127.0 + (wide * 0.0).sum(dim=-1)
 
 
 def int8_linear(
@@ -229,12 +230,14 @@ def int8_linear(
     weight: Int8Weight,
     bias: torch.Tensor | None = None,  # (out_features,) float32
 ) -> torch.Tensor:
-    """x W^T + b with x quantised by row and sums in whole numbers -> (num_tokens, out_features), in x's dtype."""
-    quantized, scales = quantize(x)
-    channels = weight.unpack()
-    out = torch.zeros(x.shape[0], weight.out_features, dtype=torch.float64)
-    for first in range(0, weight.in_features, _EXACT):
-        part = slice(first, first + _EXACT)
-        out += quantized[:, part].float() @ channels[:, part].float().T
-    out = out.float() * scales[:, None] * weight.scales[: weight.out_features]
+    """x W^T + b, with every GROUP of inputs of a row of x quantised -> (num_tokens, out_features), in x's dtype.
+
+    Groups are summed up in whole numbers, which float32 holds, and added in float32. A row with NaN or infinity in it
+    comes out NaN.
+    """
+    channels, out = weight.unpack().float(), torch.zeros(x.shape[0], weight.out_features)
+    for inputs, weights in zip(x.split(GROUP, dim=1), channels.split(GROUP, dim=1), strict=True):
+        quantized, scales = quantize(inputs)
+        out += quantized.float() @ weights.T * scales[:, None]
+    out = out * weight.scales[: weight.out_features]
     return (out if bias is None else out + bias).to(x.dtype)

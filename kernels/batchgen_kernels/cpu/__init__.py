@@ -366,16 +366,16 @@ class Ops:
     ) -> torch.Tensor:  # (num_tokens, out_features)
         bf16, dtype = _flag("x", x), x.dtype
         num_tokens, quads = x.shape[0], weight.panels.shape[1]
-        channels = weight.panels.shape[0] * reference.PANEL
+        channels, groups = weight.panels.shape[0] * reference.PANEL, -(-weight.in_features // reference.GROUP)
         _check("x", x, dtype, (num_tokens, weight.in_features))
         _check_contiguous("panels", weight.panels, torch.int8, (weight.panels.shape[0], quads, reference.PANEL, 4))
         _check_contiguous("scales", weight.scales, torch.float32, (channels,))
-        _check_contiguous("sums", weight.sums, torch.int32, (channels,))
+        _check_contiguous("sums", weight.sums, torch.int32, (groups, channels))
         if bias is not None:
             _check_contiguous("bias", bias, torch.float32, (weight.out_features,))
         out = torch.empty(num_tokens, weight.out_features, dtype=dtype)
         lanes = torch.empty((num_tokens + _LINEAR_ROWS) * 2 * quads, dtype=torch.int32)
-        row_scales = torch.empty(num_tokens, dtype=torch.float32)
+        row_scales = torch.empty((num_tokens + _LINEAR_ROWS) * groups, dtype=torch.float32)
         self._library.bg_int8_linear(
             self._level,
             torch.get_num_threads(),

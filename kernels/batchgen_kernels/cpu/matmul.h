@@ -2,12 +2,13 @@
 //
 // A weight comes in panels of PANEL output channels, each [in_features / 4][PANEL] lanes of 4 bytes: a lane is four
 // neighbouring inputs of one channel (inputs and channels padded with zeros). A row of activations is quantised once
-// for all channels, symmetric by its largest magnitude, into lanes of the same four inputs. Sums are 32-bit integers,
-// so every instruction set and every way of cutting the work gives the same bits.
+// for all channels, symmetric by the largest magnitude of each GROUP of inputs, because a few inputs of a language
+// model are many times larger than the rest. A group's sum is a 32-bit integer, small enough for a float to hold, so
+// every instruction set and every way of cutting the work multiplies the same numbers.
 //
-// AVX-512 VNNI multiplies unsigned by signed bytes: there activations are stored with 128 added, and 128 times the
-// channel's sum is taken off in the end. Without it both are widened to 16 bits, two inputs of a lane at a time (the
-// even and the odd bytes), because the 8-bit products of AVX2 saturate.
+// AVX-512 VNNI multiplies unsigned by signed bytes: there activations are stored with 128 added, and a sum begins at
+// minus 128 times the channel's own. Without it both are widened to 16 bits, two inputs of a lane at a time (the even
+// and the odd bytes), because the 8-bit products of AVX2 saturate.
 
 constexpr int LINEAR_ROWS = BG_LEVEL >= 2 ? 8 : 4;  // of a register tile
 constexpr int LINEAR_VECTORS = BG_LEVEL >= 2 ? 3 : PANEL / W;  // of a register tile: whole panels
@@ -49,41 +50,42 @@ inline Ints multiply_pairs(Ints a, Ints b) {
 }
 #endif
 
-// Quantises the rows of the register tiles [begin, end). A tile is [in_features / 4][LINEAR_ROWS][LINEAR_FORMS] lanes.
+// Quantises the rows of the register tiles [begin, end). A tile is [in_features / 4][LINEAR_ROWS][LINEAR_FORMS] lanes
+// and [groups][LINEAR_ROWS] scales.
 template <class T>
 void quantize(const Int8Linear& a, long begin, long end) {
     typedef int8_t Bytes __attribute__((vector_size(W)));
     constexpr int STEP = LINEAR_ROWS * LINEAR_FORMS;
     for (long row = begin * LINEAR_ROWS; row < std::min(end * LINEAR_ROWS, a.rows); ++row) {
         const T* x = static_cast<const T*>(a.x) + row * a.x_row;
-        Floats most{}, broken{};
-        for (int i = 0; i < a.in_features; i += W) {
-            const Floats v = read(x + i, a.in_features - i);
-            most = maximum(most, maximum(v, -v));
-            broken += v * 0.0f;  // NaN where there is NaN or infinity: such a row's outputs are all NaN
-        }
-        const float peak = largest(most);
-        a.row_scales[row] = peak / 127.0f + total(broken);
-        const Floats inverse = splat(peak > 0 ? 127.0f / peak : 0.0f);
         int32_t* lanes = a.lanes + row / LINEAR_ROWS * a.quads() * STEP + row % LINEAR_ROWS * LINEAR_FORMS;
-        for (int first = 0; first < a.in_features; first += 4 * W) {
-            alignas(64) int8_t bytes[4 * W];
-            for (int j = 0; j < 4 * W; j += W) {
-                const long left = a.in_features - first - j;
-                const Floats v = left > 0 ? read(x + first + j, left) : Floats{};
-                store(bytes + j, __builtin_convertvector(nearest(v * inverse), Bytes));
+        float* scales = a.row_scales + row / LINEAR_ROWS * a.groups() * LINEAR_ROWS + row % LINEAR_ROWS;
+        for (int g = 0; g < a.groups(); ++g, x += GROUP) {
+            const int left = std::min(GROUP, a.in_features - g * GROUP), quads = (left + 3) / 4;
+            Floats wide[GROUP / W], most{}, broken{};
+            for (int i = 0; i < GROUP / W; ++i) {
+                wide[i] = i * W < left ? read(x + i * W, left - i * W) : Floats{};
+                most = maximum(most, maximum(wide[i], -wide[i]));
+                broken += wide[i] * 0.0f;  // NaN where there is NaN or infinity: such a row's outputs are all NaN
             }
-            const Ints quads = load<Ints>(bytes);
-            alignas(64) int32_t forms[LINEAR_FORMS][W];
+            const float peak = largest(most);
+            scales[g * LINEAR_ROWS] = peak / 127.0f + total(broken);
+            const Floats inverse = splat(peak > 0 ? 127.0f / peak : 0.0f);
+            alignas(64) int8_t bytes[GROUP];
+            for (int i = 0; i < GROUP / W; ++i)
+                store(bytes + i * W, __builtin_convertvector(nearest(wide[i] * inverse), Bytes));
+            for (int q = 0; q < quads; q += W) {
+                const Ints four = load<Ints>(bytes + 4 * q);
+                alignas(64) int32_t forms[LINEAR_FORMS][W];
 #if BG_LEVEL >= 3
-            store(forms[0], quads ^ static_cast<int32_t>(0x80808080));
+                store(forms[0], four ^ static_cast<int32_t>(0x80808080));
 #else
-            store(forms[0], even_bytes(quads));
-            store(forms[1], odd_bytes(quads));
+                store(forms[0], even_bytes(four));
+                store(forms[1], odd_bytes(four));
 #endif
-            const int count = std::min(W, a.quads() - first / 4);
-            for (int q = 0; q < count; ++q)
-                for (int f = 0; f < LINEAR_FORMS; ++f) lanes[(first / 4 + q) * STEP + f] = forms[f][q];
+                for (int i = 0; i < std::min(W, quads - q); ++i, lanes += STEP)
+                    for (int f = 0; f < LINEAR_FORMS; ++f) lanes[f] = forms[f][i];
+            }
         }
     }
 }
@@ -95,46 +97,60 @@ __attribute__((noinline)) void linear_tile(const Int8Linear& a, long row, long c
     constexpr int STEP = LINEAR_ROWS * LINEAR_FORMS;
     const int quads = a.quads();
     const int32_t* left = a.lanes + row / LINEAR_ROWS * quads * STEP;
+    const float* row_scales = a.row_scales + row / LINEAR_ROWS * a.groups() * LINEAR_ROWS;
     const int32_t* right[V];
     for (int v = 0; v < V; ++v) right[v] = weight + v * W / PANEL * static_cast<long>(quads) * PANEL + v * W % PANEL;
-    Ints sums[R][V] = {};
-    for (int k = 0; k < quads; ++k, left += STEP) {
-        if (ahead)  // the first tile of rows brings the panels in for the others
-            for (int v = 0; v < V; v += PANEL / W) __builtin_prefetch(right[v] + (k + LEAD) * PANEL);
-        Ints four[V];
+    Floats totals[R][V] = {};
+    for (int g = 0, k = 0; g < a.groups(); ++g, row_scales += LINEAR_ROWS) {
+        Ints sums[R][V];
 #pragma GCC unroll 8
-        for (int v = 0; v < V; ++v) four[v] = load<Ints>(right[v] + k * PANEL);
+        for (int v = 0; v < V; ++v) {
 #if BG_LEVEL >= 3
+            const Ints first = load<Ints>(a.sums + g * a.padded_channels() + channel + v * W) * -128;
+#else
+            const Ints first{};
+#endif
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) sums[r][v] = first;
+        }
+        for (const int end = std::min(quads, k + GROUP / 4); k < end; ++k, left += STEP) {
+            if (ahead)  // the first tile of rows brings the panels in for the others
+                for (int v = 0; v < V; v += PANEL / W) __builtin_prefetch(right[v] + (k + LEAD) * PANEL);
+            Ints four[V];
+#pragma GCC unroll 8
+            for (int v = 0; v < V; ++v) four[v] = load<Ints>(right[v] + k * PANEL);
+#if BG_LEVEL >= 3
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+                for (int v = 0; v < V; ++v) sums[r][v] = multiply_bytes(sums[r][v], left[r] + Ints{}, four[v]);
+#else
+            Ints even[V], odd[V];
+#pragma GCC unroll 8
+            for (int v = 0; v < V; ++v) even[v] = even_bytes(four[v]), odd[v] = odd_bytes(four[v]);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                const Ints x = left[2 * r] + Ints{}, y = left[2 * r + 1] + Ints{};
+#pragma GCC unroll 8
+                for (int v = 0; v < V; ++v) sums[r][v] += multiply_pairs(x, even[v]);
+#pragma GCC unroll 8
+                for (int v = 0; v < V; ++v) sums[r][v] += multiply_pairs(y, odd[v]);
+            }
+#endif
+        }
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-            for (int v = 0; v < V; ++v) sums[r][v] = multiply_bytes(sums[r][v], left[r] + Ints{}, four[v]);
-#else
-        Ints even[V], odd[V];
-#pragma GCC unroll 8
-        for (int v = 0; v < V; ++v) even[v] = even_bytes(four[v]), odd[v] = odd_bytes(four[v]);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-            const Ints x = left[2 * r] + Ints{}, y = left[2 * r + 1] + Ints{};
-#pragma GCC unroll 8
-            for (int v = 0; v < V; ++v) sums[r][v] += multiply_pairs(x, even[v]);
-#pragma GCC unroll 8
-            for (int v = 0; v < V; ++v) sums[r][v] += multiply_pairs(y, odd[v]);
-        }
-#endif
+            for (int v = 0; v < V; ++v)
+                totals[r][v] = fma(__builtin_convertvector(sums[r][v], Floats), splat(row_scales[r]), totals[r][v]);
+        asm("" ::"r"(totals) : "memory");  // totals stay in memory, to leave the registers to the sums
     }
     for (int v = 0; v < V && channel + v * W < a.out_features; ++v) {
         const long first = channel + v * W, rest = a.out_features - first;
         const Floats scale = load<Floats>(a.scales + first);
         const Floats bias = a.bias ? read(a.bias + first, rest) : Floats{};
-        for (int r = 0; r < R; ++r) {
-#if BG_LEVEL >= 3
-            sums[r][v] -= load<Ints>(a.sums + first) * 128;
-#endif
-            const Floats wide = __builtin_convertvector(sums[r][v], Floats) * a.row_scales[row + r];
-            T* out = static_cast<T*>(a.out) + (row + r) * a.out_features + first;
-            write(out, fma(wide, scale, bias), rest);
-        }
+        for (int r = 0; r < R; ++r)
+            write(static_cast<T*>(a.out) + (row + r) * a.out_features + first, fma(totals[r][v], scale, bias), rest);
     }
 }
 
@@ -142,7 +158,7 @@ __attribute__((noinline)) void linear_tile(const Int8Linear& a, long row, long c
 template <class T>
 void int8_linear(const Int8Linear& a, long group, long begin, long end) {
     constexpr int PANELS = LINEAR_VECTORS * W / PANEL;
-    const int panels = static_cast<int>(std::min<long>(PANELS, (a.out_features + PANEL - 1) / PANEL - group * PANELS));
+    const int panels = static_cast<int>(std::min<long>(PANELS, a.padded_channels() / PANEL - group * PANELS));
     const int32_t* weight = a.weight + group * PANELS * static_cast<long>(a.quads()) * PANEL;
     for (long tile = begin; tile < end; ++tile) {
         const long row = tile * LINEAR_ROWS;

@@ -28,6 +28,7 @@ namespace {
 
 constexpr int KEY_TILE = 128;  // keys per softmax step
 constexpr int MAX_DIM = 256;
+constexpr int GROUP = 64;  // inputs of an 8-bit matmul that share a scale in a row of activations
 constexpr int PANEL = 16;  // output channels that an 8-bit weight keeps together
 constexpr int MAX_ROWS = 48;  // query rows of one work item: few enough that their state stays in L2
 
@@ -87,15 +88,17 @@ struct Int8Linear {
     long x_row;             // stride
     const int32_t* weight;  // panels, see matmul.h
     const float* scales;    // of the channels, padded to whole panels, as are their sums
-    const int32_t* sums;
+    const int32_t* sums;    // (groups, channels)
     const float* bias;  // null: none
     void* out;          // (rows, out_features), contiguous
     long rows;
     int in_features, out_features;
     int32_t* lanes;     // room for the quantised rows
-    float* row_scales;  // (rows,)
+    float* row_scales;  // and for their scales
 
     int quads() const { return (in_features + 3) / 4; }
+    int groups() const { return (in_features + GROUP - 1) / GROUP; }
+    long padded_channels() const { return (out_features + PANEL - 1L) / PANEL * PANEL; }
 };
 
 struct Kernels {  // [0] float32, [1] bfloat16; all but attention take a range of rows
