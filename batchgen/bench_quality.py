@@ -70,10 +70,11 @@ def _requests(spec: JobSpec, model: Model, rows: int) -> list[Request]:
     with Feeder(spec, files, formats, model.tokenizer_path, model.max_model_len, {}, rows) as feeder:
         while not feeder.finished:
             batch = feeder.get(timeout=1.0)
-            for index in range(0 if batch is None else batch.num_rows):
-                prompt = batch.token_ids[batch.offsets[index] : batch.offsets[index + 1]]
-                if len(prompt):  # else a row that fails in the job too
-                    requests.append(Request(RowKey(batch.file, int(batch.rows[index])), prompt, params, 0))
+            if batch is None:
+                continue
+            for row, start, end in zip(batch.rows.tolist(), batch.offsets, batch.offsets[1:], strict=False):
+                if start < end:  # else a row that fails in the job too
+                    requests.append(Request(RowKey(batch.file, row), batch.token_ids[start:end], params, 0))
     if not requests:
         raise DataError(f"none of the first {rows} rows can be used; `batchgen preview` says why")
     return requests

@@ -98,9 +98,9 @@ class ModelSpec(Section):
     )
     quantization: Literal["int8", "fp8", "int4"] | None = Field(
         default=None,
-        description="Quantise while loading. int8: weights by output channel, activations by token as they come; "
-        "embedding and norms stay as they are. `batchgen bench quality` says what it changes in a job's answers. Quantised "
-        "checkpoints are recognised by themselves.",
+        description="Quantise while loading. int8: weights by output channel, activations by token, 64 inputs at a "
+        "time, as they come; embedding and norms stay as they are. `batchgen bench quality` says what it changes in a "
+        "job's answers. Quantised checkpoints are recognised by themselves.",
     )
     tokenizer: kinds.Text | None = Field(
         default=None, description="Folder or file of another tokenizer than the model's own."
