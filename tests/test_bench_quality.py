@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes import byte_tokenizer
@@ -11,7 +12,7 @@ from tiny import tiny_model
 
 from batchgen import bench_quality, spec
 from batchgen.errors import ConfigError, DataError
-from batchgen.models.layers import Linear
+from batchgen.models.layers import Linear, Ops
 from batchgen.spec import JobSpec
 
 
@@ -39,14 +40,17 @@ def test_the_plain_model_is_compared_with_the_quantised_one(tmp_path: Path) -> N
 
 
 def test_a_model_compared_with_itself_is_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchgen.models.decoder.QUANTIZED", {"int8": lambda *args, ops, **rest: Linear(*args, **rest)})
+    def unchanged(*args: Any, ops: Ops, **rest: Any) -> Linear:
+        return Linear(*args, **rest)
+
+    monkeypatch.setattr("batchgen.models.decoder.QUANTIZED", {"int8": unchanged})
     found = bench_quality.measure(job(tmp_path, ["one two", "three"], quantization="int8"), rows=2)
     assert found["perplexity"] == found["perplexity_quantized"]
     assert found["top1_agreement"] == found["rows_equal"] == found["tokens_before_difference"] == 1.0
 
 
 def test_nothing_to_compare_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="model.quantization"):
+    with pytest.raises(ConfigError, match=r"model\.quantization"):
         bench_quality.measure(job(tmp_path, ["x"]), rows=1)
     with pytest.raises(DataError, match="none of the first 2 rows"):
         bench_quality.measure(job(tmp_path, ["", ""], quantization="int8"), rows=2)
