@@ -4,6 +4,7 @@ all rows are known the longest go first, so that short ones fill the end."""
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -74,7 +75,8 @@ class Planner:
     def add(self, request: Request) -> None:
         """Take a row; its samples come out of `step` in any order."""
         if not (self._dedupe and request.sampling.greedy):
-            self._enqueue(request)
+            self._fresh.append(request)
+            self._num_waiting += _num_samples(request)
             return
         key = self._digest_of(request.sampling)
         equal = hashlib.blake2b(request.prompt_token_ids.tobytes(), digest_size=16, key=key).digest()
@@ -82,7 +84,7 @@ class Planner:
         for sample in range(request.sampling.n):
             tokens = request.resume.get(sample, ())
             if tokens is not None and len(tokens):
-                self._run(request, sample, equal)
+                self._fresh.append(self._leader(request, sample, equal))
             elif tokens is not None:
                 unbegun.append(sample)
         for sample in unbegun:
@@ -94,7 +96,7 @@ class Planner:
                 followers.append((request, sample))
                 self._num_following += 1
             else:
-                self._run(request, sample, equal)
+                self._fresh.append(self._leader(request, sample, equal))
 
     @property
     def full(self) -> bool:
@@ -102,15 +104,12 @@ class Planner:
         waiting = self._num_waiting + self._engine.num_waiting
         return waiting >= MAX_WAITING or self._num_following >= MAX_FOLLOWING
 
-    def _run(self, request: Request, sample: int, equal: bytes) -> None:
-        """One greedy sample, which others may wait for from now on."""
+    def _leader(self, request: Request, sample: int, equal: bytes) -> Request:
+        """What is to be run: one greedy sample, for which others may wait from now on."""
         self._running[request.key, sample] = equal
         self._followers.setdefault(equal, deque())
-        self._enqueue(_only(request, sample))
-
-    def _enqueue(self, request: Request) -> None:
-        self._fresh.append(request)
-        self._num_waiting += _num_samples(request)
+        self._num_waiting += 1
+        return _only(request, sample)
 
     # -- what comes out -------------------------------------------------------------------------------------------
 
@@ -142,7 +141,8 @@ class Planner:
             done += [_copy(completion, request.key, sample) for request, sample in followers]
         elif followers:  # it was bad luck, which the next one need not have
             self._num_following -= 1
-            self._run(*followers.popleft(), equal)
+            request, sample = followers.popleft()
+            self._queue.appendleft(self._leader(request, sample, equal))
             return
         self._followers.pop(equal, None)
 
@@ -206,7 +206,11 @@ def by_length(requests: Iterable[Request], seen: Iterable[tuple[int, int, bool]]
     forecast = LengthForecast(max_model_len)
     for num_prompt, num_output, stopped in seen:
         forecast.learn(num_prompt, num_output, stopped=stopped)
-    expected = lru_cache(None)(forecast.expected)
+
+    @lru_cache(None)
+    def expected(num_prompt: int, room: int) -> float:
+        """Roughly: rows of about the same length stay mixed as they came, so that something is learned of each kind."""
+        return float(2 ** (round(8 * math.log2(1 + forecast.expected(num_prompt, room))) / 8))
 
     def steps(request: Request) -> float:
         """Of its sample that takes most: one for each token of output."""
