@@ -133,18 +133,18 @@ class Planner:
         equal = self._running.pop((completion.key, completion.sample), None)
         if equal is None:
             return
-        followers = self._followers.get(equal, deque())
+        followers = self._followers.pop(equal, None)  # of several leaders the first one tells them
         if completion.error is None or completion.error.code in OF_THE_ROW:
             self._remember(equal, completion)
-            self._num_following -= len(followers)
-            self.num_copied += len(followers)
-            done += [_copy(completion, request.key, sample) for request, sample in followers]
+            if followers:
+                self._num_following -= len(followers)
+                self.num_copied += len(followers)
+                done += [_copy(completion, request.key, sample) for request, sample in followers]
         elif followers:  # it was bad luck, which the next one need not have
             self._num_following -= 1
             request, sample = followers.popleft()
+            self._followers[equal] = followers
             self._queue.appendleft(self._leader(request, sample, equal))
-            return
-        self._followers.pop(equal, None)
 
     def _remember(self, equal: bytes, completion: Completion) -> None:
         if equal in self._remembered:
@@ -295,7 +295,8 @@ def _digest(sampling: SamplingParams) -> bytes:
 
 def _num_samples(request: Request) -> int:
     """That are to be run."""
-    return request.sampling.n - sum(tokens is None for tokens in request.resume.values())
+    num_done = sum(tokens is None for tokens in request.resume.values()) if request.resume else 0
+    return request.sampling.n - num_done
 
 
 def _only(request: Request, sample: int) -> Request:

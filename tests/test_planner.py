@@ -12,6 +12,7 @@ import orjson
 import pytest
 from fakes import FakeEngine, FakeModel, byte_tokenizer, fake_tokens
 from simulated import check, expected, make
+from simulated import run as simulated_run
 from test_engine import VOCAB, Model
 from test_job import job_of, results, start
 
@@ -162,6 +163,24 @@ def test_no_row_is_passed_over_for_long(shares: bool, monkeypatch: pytest.Monkey
     places = np.argsort(engine.rows)
     assert (places - np.arange(1000)).max() < 50
     assert (engine.rows == sorted(engine.rows)) is not shares
+
+
+def test_questions_about_a_document_find_it_in_the_cache() -> None:
+    """Each document is asked about once in every round, and the pool holds two of ten."""
+    settings = EngineSettings(max_num_seqs=4, max_batch_tokens=64, num_blocks=40, block_size=4, max_model_len=128)
+    documents = np.random.default_rng(0).integers(1, 9, (10, 64)).astype(np.int32)
+    cached = {}
+    for more in (None, True, False):
+        engine, _ = make(settings)
+        plan = Planner(engine)
+        for row in range(50):
+            prompt = np.append(documents[row % 10], row // 10).astype(np.int32)
+            one = Request(RowKey(0, row), prompt, replace(GREEDY, max_tokens=3), row)
+            (engine if more is None else plan).add(one)
+        done = simulated_run(engine) if more is None else run(plan, more=more)
+        assert len(done) == 50
+        cached[more] = engine.stats().cached_tokens
+    assert cached == {None: 0, True: 40 * 64, False: 40 * 64}
 
 
 def test_without_a_prefix_cache_nobody_needs_neighbours() -> None:
