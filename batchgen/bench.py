@@ -19,7 +19,7 @@ from batchgen.loader import DTYPES, Model
 from batchgen.models.config import ModelConfig
 from batchgen.planner import Planner
 from batchgen.spec import EngineSpec, ModelSpec
-from batchgen.types import Request, RowKey, SamplingParams, TokenIds
+from batchgen.types import Completion, Request, RowKey, SamplingParams, TokenIds
 
 VOCABULARY = (100, 32_000)  # prompts are drawn from these ids, which every tokenizer in use has
 
@@ -200,7 +200,7 @@ def engine(
     planner = Planner(engine, dedupe=False)
     for request in _requests(items):
         planner.add(request)
-    completions = {}
+    completions: dict[int, Completion] = {}
     while planner.has_work:
         completions.update((done.key.row, done) for done in planner.step(more=False))
     seconds = time.perf_counter() - began

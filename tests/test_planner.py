@@ -18,6 +18,7 @@ from test_job import job_of, results, start
 
 from batchgen import planner
 from batchgen.engine.step import EngineSettings
+from batchgen.metrics import Meter
 from batchgen.planner import Planner, by_length, neighbours
 from batchgen.types import Completion, Request, RowError, RowKey, SamplingParams
 
@@ -408,3 +409,15 @@ def test_a_real_model_answers_as_without_dedupe(tmp_path: Path) -> None:
         answers.append({(one.key, one.sample): (one.token_ids.tolist(), one.finish_reason) for one in run(plan)})
         assert (plan.num_copied > 60) is dedupe
     assert answers[0] == answers[1]
+
+
+def test_the_time_left_is_that_of_what_is_computed() -> None:
+    """Half of the results are copies, and so will be those to come."""
+    now = 0.0
+    meter = Meter(exact_total=200, clock=lambda: now)
+    for row in range(100):
+        meter.finish_sample(Completion(RowKey(0, row), 0, np.zeros(10, np.int32), "stop", None, 10))
+        meter.finish_row(None)
+    meter.copied, now = 50, 10.0
+    meter.tick(500, 500)
+    assert meter.seconds_left() == pytest.approx(10.0)
