@@ -16,14 +16,17 @@ import numpy as np
 
 from batchgen.engine.forecast import LengthForecast
 from batchgen.engine.step import EngineSettings
-from batchgen.types import Completion, InFlight, Request, RowKey, SamplingParams, TokenIds
+from batchgen.types import Completion, InFlight, Request, RowError, RowKey, SamplingParams, TokenIds
 
 MAX_WAITING = 4096  # samples read ahead
 MAX_FOLLOWING = 65_536  # samples that wait for an equal one to be finished
-MAX_REMEMBERED_BYTES = 32 << 20  # of finished greedy samples, for equal ones that are still to be read
-REMEMBERED_BYTES = 600  # what one takes beside its tokens, roughly
+MAX_REMEMBERED_BYTES = 16 << 20  # of finished greedy samples, for equal ones that are still to be read
+REMEMBERED_BYTES = 400  # what one takes beside its tokens, roughly
 LEARN_FROM = 4096  # finished samples, the last ones: what lengths are expected by
 OF_THE_ROW = {"empty_prompt", "prompt_too_long", "nonfinite_logits"}  # errors that an equal row would meet too
+
+# A finished sample's tokens, and what else its completion says: of plain values, so no work for the garbage collector
+Ending = tuple[bytes, str, "str | int | None", int, "RowError | None"]
 
 
 class EngineLike(Protocol):
@@ -62,12 +65,13 @@ class Planner:
         self._seen: deque[tuple[int, int, bool]] = deque(maxlen=LEARN_FROM)  # prompt and output tokens, stopped
         self._num_seen = self._num_seen_then = 0  # in all, and when the queue was put in order
         self._running: dict[tuple[RowKey, int], bytes] = {}  # greedy samples in window and engine: what they equal
-        self._followers: dict[bytes, deque[tuple[Request, int]]] = {}  # samples that wait for a running one
+        self._followers: dict[bytes, list[tuple[Request, int]]] = {}  # samples that wait for a running one
         self._num_following = 0
         self._answered: list[Completion] = []  # without the engine, not handed out yet
-        self._remembered: OrderedDict[bytes, Completion] = OrderedDict()  # the one used longest ago first
+        self._remembered: OrderedDict[bytes, Ending] = OrderedDict()  # the one used longest ago first
         self._remembered_bytes = 0
         self._digest_of = lru_cache(1024)(_digest)  # rows may bring parameters of their own
+        self._last = (SamplingParams(0), b"")  # most bring none: the last ones and their digest
         self.num_copied = 0  # samples that got an equal one's result
 
     # -- what goes in ---------------------------------------------------------------------------------------------
@@ -78,8 +82,9 @@ class Planner:
             self._fresh.append(request)
             self._num_waiting += _num_samples(request)
             return
-        key = self._digest_of(request.sampling)
-        equal = hashlib.blake2b(request.prompt_token_ids.tobytes(), digest_size=16, key=key).digest()
+        if self._last[0] is not request.sampling:
+            self._last = request.sampling, self._digest_of(request.sampling)
+        equal = hashlib.blake2b(request.prompt_token_ids.tobytes(), digest_size=16, key=self._last[1]).digest()
         unbegun = []
         for sample in range(request.sampling.n):
             tokens = request.resume.get(sample, ())
@@ -90,7 +95,8 @@ class Planner:
         for sample in unbegun:
             if (known := self._remembered.get(equal)) is not None:
                 self._remembered.move_to_end(equal)
-                self._answered.append(_copy(known, request.key, sample))
+                kept = np.frombuffer(known[0], np.int32)
+                self._answered.append(Completion(request.key, sample, kept, *known[1:]))
                 self.num_copied += 1
             elif (followers := self._followers.get(equal)) is not None:
                 followers.append((request, sample))
@@ -107,7 +113,7 @@ class Planner:
     def _leader(self, request: Request, sample: int, equal: bytes) -> Request:
         """What is to be run: one greedy sample, for which others may wait from now on."""
         self._running[request.key, sample] = equal
-        self._followers.setdefault(equal, deque())
+        self._followers.setdefault(equal, [])
         self._num_waiting += 1
         return _only(request, sample)
 
@@ -142,18 +148,19 @@ class Planner:
                 done += [_copy(completion, request.key, sample) for request, sample in followers]
         elif followers:  # it was bad luck, which the next one need not have
             self._num_following -= 1
-            request, sample = followers.popleft()
+            request, sample = followers.pop(0)
             self._followers[equal] = followers
             self._queue.appendleft(self._leader(request, sample, equal))
 
     def _remember(self, equal: bytes, completion: Completion) -> None:
         if equal in self._remembered:
             return
-        self._remembered[equal] = completion
-        self._remembered_bytes += REMEMBERED_BYTES + completion.token_ids.nbytes
+        tokens, one = completion.token_ids.tobytes(), completion
+        self._remembered[equal] = tokens, one.finish_reason, one.stop_reason, one.prompt_tokens, one.error
+        self._remembered_bytes += REMEMBERED_BYTES + len(tokens)
         while self._remembered_bytes > MAX_REMEMBERED_BYTES:
             _, oldest = self._remembered.popitem(last=False)
-            self._remembered_bytes -= REMEMBERED_BYTES + oldest.token_ids.nbytes
+            self._remembered_bytes -= REMEMBERED_BYTES + len(oldest[0])
 
     def snapshot(self) -> list[InFlight]:
         """The output so far of every unfinished sample that has any: what a checkpoint keeps."""
@@ -236,8 +243,20 @@ def neighbours(prompts: Sequence[TokenIds], block_size: int) -> list[int]:
     So it is at every depth: those that share more stand together among those that share less. A group stands where
     its first member stood, and prompts that share no more than all do keep their places.
     """
-    keys = [prompt.tobytes() for prompt in prompts]
-    size = block_size * prompts[0].itemsize if prompts else 0
+    by_first_block: dict[bytes | int, list[int]] = {}  # as the first members came
+    for index, prompt in enumerate(prompts):
+        first: bytes | int = prompt[:block_size].tobytes() if len(prompt) >= block_size else index
+        by_first_block.setdefault(first, []).append(index)
+    order: list[int] = []
+    for members in by_first_block.values():
+        order += members if len(members) < 3 else _together(members, prompts, block_size)
+    return order
+
+
+def _together(members: Sequence[int], prompts: Sequence[TokenIds], block_size: int) -> list[int]:
+    """Those of `prompts` that share a block or more, in the order that `neighbours` wants."""
+    keys = {index: prompts[index].tobytes() for index in members}
+    size = block_size * prompts[members[0]].itemsize
     # By their bytes, whatever order that is, prompts come as in a depth-first walk through the tree of shared blocks.
     # `path` is the way from its root to the present prompt: (blocks shared, groups), each with its first one in front.
     path: list[tuple[int, list[list[int]]]] = [(0, [])]
@@ -247,8 +266,8 @@ def neighbours(prompts: Sequence[TokenIds], block_size: int) -> list[int]:
         groups = sorted(path.pop()[1])
         path[-1][1].append(list(chain.from_iterable(groups)))
 
-    for index in sorted(range(len(keys)), key=keys.__getitem__):
-        shared = _shared_blocks(before, keys[index], size)
+    for index in sorted(members, key=keys.__getitem__):
+        shared = _shared_blocks(before, keys[index], size, path[-1][0])
         while path[-1][0] > shared:
             leave()
         if path[-1][0] < shared:
@@ -260,11 +279,13 @@ def neighbours(prompts: Sequence[TokenIds], block_size: int) -> list[int]:
     return list(chain.from_iterable(sorted(path[0][1])))
 
 
-def _shared_blocks(one: bytes, other: bytes, size: int) -> int:
-    """How many blocks of `size` bytes are equal from the beginning on."""
+def _shared_blocks(one: bytes, other: bytes, size: int, likely: int) -> int:
+    """How many blocks of `size` bytes are equal from the beginning on; about `likely` ones, for speed."""
     low, high = 0, min(len(one), len(other)) // size
-    if not high or one[:size] != other[:size]:
-        return 0
+    if likely <= high and one[: likely * size] == other[: likely * size]:
+        low, end = likely, (likely + 1) * size
+        if low == high or one[end - size : end] != other[end - size : end]:
+            return low
     while low < high:
         middle = (low + high + 1) // 2
         if one[: middle * size] == other[: middle * size]:
