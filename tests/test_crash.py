@@ -91,7 +91,7 @@ def test_a_fault_while_equal_rows_wait_for_each_other(tmp_path: Path, model_fold
     for at in range(1, 1000, 6):
         fsspec.filesystem("memory").store.clear()
         history = History(make_job(inputs, "memory://run", **greedy), model_folder, reference)
-        faults = [Fault(how, at), Fault(how, 20)]
+        faults = [Fault(how, at), Fault(how, 20 + 7 * at % 60)]
         for fault, running in zip(faults, (6, 1), strict=True):  # what six have begun waits for a turn
             ended(lambda: history.start(fault, running=running, pace=2))  # noqa: B023 - called at once
             complete = history.check()
