@@ -17,8 +17,9 @@ from batchgen.engine.step import StepPlan, StepResult
 from batchgen.errors import BatchgenError, ConfigError, NoInputError
 from batchgen.loader import DTYPES, Model
 from batchgen.models.config import ModelConfig
+from batchgen.planner import Planner
 from batchgen.spec import EngineSpec, ModelSpec
-from batchgen.types import Request, RowKey, SamplingParams, TokenIds
+from batchgen.types import Completion, Request, RowKey, SamplingParams, TokenIds
 
 VOCABULARY = (100, 32_000)  # prompts are drawn from these ids, which every tokenizer in use has
 
@@ -177,8 +178,9 @@ def engine(
     workload_file: str | None = None,
     save: str | None = None,
 ) -> dict[str, Any]:
-    """Run a workload through the real engine, everything submitted at once, and say where the time went.
+    """Run a workload through planner and engine, everything submitted at once, and say where the time went.
 
+    Equal prompts are computed as often as they occur.
     `save` names a file for the generated token ids (a JSON list of lists, in the workload's order).
     """
     if workload_file is None and workload not in WORKLOADS:
@@ -195,7 +197,12 @@ def engine(
     before = engine.stats()
     engine.runner = timed
     began = time.perf_counter()
-    completions = {done.key.row: done for done in engine.generate(_requests(items))}
+    planner = Planner(engine, dedupe=False)
+    for request in _requests(items):
+        planner.add(request)
+    completions: dict[int, Completion] = {}
+    while planner.has_work:
+        completions.update((done.key.row, done) for done in planner.step(more=False))
     seconds = time.perf_counter() - began
     stats = engine.stats()
     for row, item in enumerate(items):

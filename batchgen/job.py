@@ -259,6 +259,7 @@ class _Start:
             resumed=book.epoch > 1,
             seconds=seconds,
             tokens_per_second=speed,
+            **({"copied": loop.copied} if loop.copied else {}),
             **({"trial": self.store.path(TRIAL.rstrip("/"))} if loop.trial.rows else {}),
         )
 

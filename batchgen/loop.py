@@ -19,6 +19,7 @@ from batchgen.lease import Heart
 from batchgen.ledger import Ledger
 from batchgen.metrics import Meter
 from batchgen.partwriter import Built, PartWriter
+from batchgen.planner import EngineLike, Planner
 from batchgen.report import Progress
 from batchgen.runfolder import Counters
 from batchgen.spec import JobSpec, SamplingSpec
@@ -26,7 +27,6 @@ from batchgen.tokenizer import Tokenizer
 from batchgen.types import (
     NO_TOKENS,
     Completion,
-    InFlight,
     Request,
     RowError,
     RowKey,
@@ -39,29 +39,13 @@ from batchgen.writer import Writer
 
 logger = logging.getLogger(__name__)
 
-MAX_WAITING = 4096  # samples read ahead of the engine
-MAX_OPEN_TOKENS = 32 << 20  # of prompts of rows that are not finished
+MAX_OPEN_TOKENS = 16 << 20  # of prompts of rows that are not finished; the planner may hold them twice for a moment
 MAX_OPEN_BYTES = 256 << 20  # of finished samples and carried columns in shards that are not committed
 BATCHES_AT_ONCE = 8  # between two steps
 MAX_PENDING_BYTES = 16 << 20  # finished samples that are in no checkpoint yet
 CPU_STEP_SECONDS = 5.0  # of processor time that count as progress; waiting takes far less
 EXAMPLES = 3  # failures that an error message shows
 ROWS_BEFORE_JUDGING = 1000  # a share of failed rows is judged from here on while the number of rows is not known
-
-
-class EngineLike(Protocol):
-    """The engine as the job sees it."""
-
-    @property
-    def has_work(self) -> bool: ...
-    @property
-    def num_waiting(self) -> int: ...
-    @property
-    def num_running(self) -> int: ...
-    def add(self, request: Request) -> None: ...
-    def step(self) -> list[Completion]: ...
-    def snapshot(self) -> list[InFlight]: ...
-    def stats(self) -> Any: ...
 
 
 class ModelLike(Protocol):
@@ -122,7 +106,7 @@ class Loop:
         self._watchdog = watchdog
         self._state: tuple[int, ...] = ()  # changes with every bit of progress
         self._batches_read = self._samples_finished = self._parts_written = 0
-        self._engine = model.engine()
+        self._planner = Planner(model.engine())
         self._params = resolved_sampling(spec, model).params()
         self._collector = Collector(self._params)
         self._done = book.done
@@ -136,6 +120,7 @@ class Loop:
         self._ticked = 0.0
         self.seconds = 0.0
         self.tokens = 0  # of prompts and answers, by this start's engine
+        self.copied = 0  # results that it need not compute, because an equal one was there
         self.trial = Counters()  # of shards that a row limit cut off
 
     def run(self) -> None:
@@ -146,20 +131,20 @@ class Loop:
             raise
         except Interrupted as error:
             if error.reason in ("feeder", "stalled"):
-                self._ledger.checkpoint(self._engine.snapshot(), last=True)
+                self._ledger.checkpoint(self._planner.snapshot(), last=True)
             raise
         except Exception:
             with contextlib.suppress(BatchgenError):  # what failed first is what is to be told
-                self._ledger.checkpoint(self._engine.snapshot(), last=True)
+                self._ledger.checkpoint(self._planner.snapshot(), last=True)
             raise
 
     def _run(self) -> None:
         while True:
             held_back = self._read()
-            for completion in self._engine.step() if self._engine.has_work else []:
+            for completion in self._planner.step(more=not self._feeder.finished):
                 self._finish(completion)
             self._commit()
-            is_idle = not self._engine.has_work and (held_back or self._feeder.finished)
+            is_idle = not self._planner.has_work and (held_back or self._feeder.finished)
             for built in self._writer.done(0.1 if is_idle else 0.0):
                 self._parts_written += 1
                 if built.written is None:
@@ -170,8 +155,9 @@ class Loop:
                 break
             self._tend()
         self.seconds = time.monotonic() - self._began
-        stats = self._engine.stats()
+        stats = self._planner.stats()
         self.tokens = stats.prompt_tokens + stats.output_tokens
+        self.copied = self._planner.num_copied
         self._judge_failures()
 
     # -- rows in
@@ -182,13 +168,13 @@ class Loop:
             self._checkpoint()
             self._collector.drop(MAX_OPEN_BYTES // 2)
         for _ in range(BATCHES_AT_ONCE):
-            collector, engine, writer = self._collector, self._engine, self._writer
+            collector, planner, writer = self._collector, self._planner, self._writer
             much = collector.open_tokens >= MAX_OPEN_TOKENS or collector.size >= MAX_OPEN_BYTES
             # where nobody else makes room, the shard that is read has to be read to its end
-            if engine.num_waiting >= MAX_WAITING or (much and (engine.has_work or writer.busy)):
+            if planner.full or (much and (planner.has_work or writer.busy)):
                 return True
             patience = 0.01 if writer.busy else 0.1
-            batch = self._feeder.poll() if engine.has_work else self._feeder.get(timeout=patience)
+            batch = self._feeder.poll() if planner.has_work else self._feeder.get(timeout=patience)
             if batch is None:
                 break
             self._admit(batch)
@@ -220,7 +206,7 @@ class Loop:
             self._ledger.commit_index(batch.file, [shards[number] for number in sorted(shards)])
 
     def _submit(self, key: RowKey, token_ids: TokenIds, params: SamplingParams, noise: int) -> None:
-        """Give a row to the engine, less what earlier starts did of it."""
+        """Give a row to the planner, less what earlier starts did of it."""
         resume: dict[int, TokenIds | None] = {}
         finished = []
         for sample in range(params.n):
@@ -231,7 +217,7 @@ class Loop:
             elif earlier is not None:
                 resume[sample] = earlier.token_ids
         if len(finished) < params.n:
-            self._engine.add(Request(key, token_ids, params, noise, resume))
+            self._planner.add(Request(key, token_ids, params, noise, resume))
         for completion in finished:
             self._keep(completion)
 
@@ -276,14 +262,15 @@ class Loop:
         self._watch()
         if now - self._ticked >= 1.0:
             self._ticked = now
-            stats = self._engine.stats()
+            stats = self._planner.stats()
             self._meter.tick(stats.prompt_tokens, stats.output_tokens)
+            self._meter.copied = self._planner.num_copied
             self._show_progress()
             if self._feeder.finished:
                 self._meter.exact_total = self._meter.rows_done + self._collector.open_rows
             self._progress.update(stats.kv_blocks_used / max(stats.kv_blocks_total, 1), stats.running)
         self._judge_failures()
-        reason = self._start.reason_to_stop(self._engine.stats().output_tokens)
+        reason = self._start.reason_to_stop(self._planner.stats().output_tokens)
         if reason is not None:
             self._drain(*reason)
         due = now - self._saved >= self._spec.checkpoint.interval
@@ -291,7 +278,7 @@ class Loop:
             self._checkpoint()
 
     def _checkpoint(self) -> None:
-        self._ledger.checkpoint(self._engine.snapshot())
+        self._ledger.checkpoint(self._planner.snapshot())
         self._saved = time.monotonic()
 
     def _show_progress(self) -> None:
@@ -304,10 +291,10 @@ class Loop:
         While the engine has nothing to do, processor time counts too: the feeder may be passing over gigabytes of a
         compressed file that are done, the writer may read a large shard again.
         """
-        stats = self._engine.stats()
+        stats = self._planner.stats()
         computed = (stats.prompt_tokens, stats.output_tokens, self._samples_finished)
         state: tuple[int, ...] = (*computed, self._batches_read, self._parts_written)
-        if not self._engine.has_work:
+        if not self._planner.has_work:
             state += (int(self._feeder.cpu_seconds() / CPU_STEP_SECONDS), int(time.process_time() / CPU_STEP_SECONDS))
         if state != self._state:
             self._state = state
@@ -316,7 +303,7 @@ class Loop:
 
     def _drain(self, reason: str, why: str) -> None:
         self._show_progress()
-        self._ledger.checkpoint(self._engine.snapshot(), last=True)
+        self._ledger.checkpoint(self._planner.snapshot(), last=True)
         rows = f"{self._meter.rows_done:,} rows are finished"
         raise Interrupted(f"{why}: progress is saved, {rows}; run the same command again to go on", reason=reason)
 

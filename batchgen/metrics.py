@@ -16,6 +16,7 @@ ROWS_BEFORE_FORECAST = 20  # the first rows to end are the short ones
 class Meter:
     """Counts of one start of a job, and of the starts before it where the run folder knows them.
 
+    `prompt_tokens` and `output_tokens` are those of results; what is computed, `tick` is told.
     Rates are over the last `window` seconds, so that a job that changes its pace is judged by the pace it has now.
     """
 
@@ -29,6 +30,7 @@ class Meter:
     finish_reasons: Counter[str] = field(default_factory=Counter)
     prompt_tokens: int = 0
     output_tokens: int = 0
+    copied: int = 0  # samples that were not computed, because an equal one was
     window: float = 60.0
     clock: Callable[[], float] = time.monotonic
     _shares: dict[int, tuple[int, float]] = field(default_factory=dict)
@@ -82,12 +84,14 @@ class Meter:
         return (prompt_now - prompt_then) / seconds, (output_now - output_then) / seconds
 
     def seconds_left(self) -> float | None:
-        """Time to the end: rows left, at the mean length of rows finished here, at the present pace."""
+        """Time to the end: rows left, at the mean length of rows finished here, at the present pace; as many of them
+        as till now are copies."""
         rows_ok = self.rows - sum(self.failed.values())
         if self.total_rows is None or rows_ok < ROWS_BEFORE_FORECAST:
             return None
         rate = sum(self.rates())
         if rate <= 0:
             return None
-        tokens_per_row = (self.prompt_tokens + self.output_tokens) / rows_ok
+        computed = 1 - self.copied / sum(self.finish_reasons.values())
+        tokens_per_row = computed * (self.prompt_tokens + self.output_tokens) / rows_ok
         return max(self.total_rows - self.rows_done, 0) * tokens_per_row / rate

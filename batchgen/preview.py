@@ -11,7 +11,8 @@ from batchgen.feeder import Feeder, RowBatch
 from batchgen.io import sources
 from batchgen.io.files import expand
 from batchgen.job import open_model
-from batchgen.loop import EngineLike, ModelLike, noise_key, resolved_sampling
+from batchgen.loop import ModelLike, noise_key, resolved_sampling
+from batchgen.planner import EngineLike
 from batchgen.spec import JobSpec
 from batchgen.tokenizer import Tokenizer
 from batchgen.types import Completion, Request, RowError, RowKey, SamplingParams

@@ -84,6 +84,8 @@ def table(summary: Mapping[str, Any]) -> str:
         ("prompt tokens", f"{summary['prompt_tokens']:,}"),
         ("output tokens", f"{summary['output_tokens']:,}"),
     ]
+    if summary.get("copied"):
+        rows.append(("copied", f"{summary['copied']:,} results, from equal prompts that were run once"))
     if "seconds" in summary:
         rows.append(("time", duration(summary["seconds"])))
     if summary.get("tokens_per_second"):

@@ -10,6 +10,7 @@ import numpy as np
 
 from batchgen.bench_data import byte_tokenizer
 from batchgen.engine.scheduler import EngineStats
+from batchgen.engine.step import EngineSettings
 from batchgen.tokenizer import Tokenizer
 from batchgen.types import Completion, InFlight, Request, RowKey
 
@@ -49,6 +50,7 @@ class FakeEngine:
         length: int | None = None,
     ) -> None:
         self._limit, self._pace, self._think, self._voice, self._length = running, pace, think, voice, length
+        self.settings = EngineSettings(running, running, num_blocks=1024, block_size=4, max_model_len=4096)
         self._waiting: list[tuple[Request, int, np.ndarray]] = []  # with the tokens made so far
         self._running: list[tuple[Request, int, np.ndarray]] = []
         self.prompt_tokens = 0

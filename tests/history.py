@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from batchgen import feeder, job, spec
 from batchgen.errors import BatchgenError
 from batchgen.feeder_child import State, Worker
 from batchgen.io.stores import Store
+from batchgen.planner import EngineLike, Planner
 from batchgen.types import Completion, InFlight, Request, RowKey
 
 Sample = tuple[RowKey, int]
@@ -77,6 +79,15 @@ def write_inputs(folder: Path) -> Path:
     return folder
 
 
+def write_equal_inputs(folder: Path) -> Path:
+    """Two files, five shards of 8 rows with six prompts in all: each is in shards that are open together and apart."""
+    folder.mkdir(parents=True)
+    for name, rows in (("a.jsonl", range(17)), ("b.jsonl", range(17, 40))):
+        lines = [orjson.dumps({"key": f"k{i}", "text": f"prompt {i % 5 if i < 30 else 5}"}) for i in rows]
+        folder.joinpath(name).write_bytes(b"\n".join(lines) + b"\n")
+    return folder
+
+
 def make_job(inputs: Path, out: str, part_format: str = "parquet", **changed: Any) -> spec.JobSpec:
     data: dict[str, Any] = {
         "model": {"path": "fake"},
@@ -109,20 +120,30 @@ def rows_of(data: bytes, part_format: str) -> list[dict[str, Any]]:
 
 
 class WatchedEngine(FakeEngine):
-    """Tells the history what it made, what it gave to a checkpoint and what it was given."""
+    """Knows what it was given."""
 
-    def __init__(self, history: History, **settings: Any) -> None:
-        super().__init__(voice=history.voice, **settings)
-        self._history = history
-        self.keys: set[RowKey] = set()  # that it was given
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.keys: set[RowKey] = set()
 
     def add(self, request: Request) -> None:
         self.keys.add(request.key)
+        super().add(request)
+
+
+class WatchedPlanner(Planner):
+    """Tells the history what came out, what it gave to a checkpoint and what it was given."""
+
+    def __init__(self, history: History, engine: EngineLike) -> None:
+        super().__init__(engine)
+        self._history = history
+
+    def add(self, request: Request) -> None:
         self._history.given(request)
         super().add(request)
 
-    def step(self) -> list[Completion]:
-        done = super().step()
+    def step(self, more: bool) -> list[Completion]:
+        done = super().step(more)
         self._history.made(done)
         return done
 
@@ -188,7 +209,7 @@ class History:
         """
         self.voice = min(self.voice + 1, 25)
         self._finished, self._shown = {}, {}
-        self.engine = WatchedEngine(self, **{"running": 8, "pace": 5} | engine)
+        self.engine = WatchedEngine(voice=self.voice, **{"running": 8, "pace": 5} | engine)
         model = _Model(self._model_folder, self.engine, loading)
 
         def meet(call: Call, do: Do) -> Any:
@@ -198,12 +219,14 @@ class History:
 
         was_complete = self.store().exists("_SUCCESS")
         try:
-            summary = job.run(
-                changed or self.job,
-                options,
-                model_opener=lambda _: model,
-                store_opener=lambda url, extra, retries: MeddledStore(url, extra, retries=retries, meet=meet),
-            )
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("batchgen.loop.Planner", partial(WatchedPlanner, self))
+                summary = job.run(
+                    changed or self.job,
+                    options,
+                    model_opener=lambda _: model,
+                    store_opener=lambda url, extra, retries: MeddledStore(url, extra, retries=retries, meet=meet),
+                )
             self._tidied |= not was_complete and not meets
             return summary
         finally:
@@ -279,7 +302,7 @@ class History:
         return answer
 
     def given(self, request: Request) -> None:
-        """The engine gets a row: all that was saved of it must come along."""
+        """A row is to be run: all that was saved of it must come along."""
         for sample in range(request.sampling.n):
             finished, tokens = self._saved.get((request.key, sample), (False, []))
             given = request.resume.get(sample, np.empty(0, np.int32))

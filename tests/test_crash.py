@@ -13,7 +13,17 @@ import fsspec
 import pytest
 from fakes import CHATML, byte_tokenizer
 from faults import WRITES, Died, Fault
-from history import History, Reference, ended, feed_inline, let_the_dead_be_dead, make_job, uninterrupted, write_inputs
+from history import (
+    History,
+    Reference,
+    ended,
+    feed_inline,
+    let_the_dead_be_dead,
+    make_job,
+    uninterrupted,
+    write_equal_inputs,
+    write_inputs,
+)
 from powercut import PowerCut
 
 from batchgen.errors import StorageError
@@ -64,6 +74,29 @@ def test_a_fault_at_any_storage_operation(
             assert end is None, f"{fault.call.point} was done, and the run ended"  # it is read back
         complete = history.check()
         if complete and not fault.met:
+            assert at > 60
+            return
+        history.start()
+        history.check_end()
+    raise AssertionError("the job never ended")
+
+
+@pytest.mark.parametrize("how", ["dies before", "dies after"])
+def test_a_fault_while_equal_rows_wait_for_each_other(tmp_path: Path, model_folder: Path, dead: None, how: str) -> None:
+    """Greedy rows that follow another one: each comes out once, whenever the start ends, and what was saved of any
+    stays as it was. A third start meets a fault too, when the second has made tokens of its own."""
+    inputs = write_equal_inputs(tmp_path / "in")
+    greedy = {"sampling__temperature": 0.0}
+    reference = uninterrupted(make_job(inputs, f"{tmp_path}/whole", **greedy), model_folder)
+    for at in range(1, 1000, 6):
+        fsspec.filesystem("memory").store.clear()
+        history = History(make_job(inputs, "memory://run", **greedy), model_folder, reference)
+        faults = [Fault(how, at), Fault(how, 20 + 7 * at % 60)]
+        for fault, running in zip(faults, (6, 1), strict=True):  # what six have begun waits for a turn
+            ended(lambda: history.start(fault, running=running, pace=2))  # noqa: B023 - called at once
+            complete = history.check()
+            assert len(history.engine.keys) <= 6
+        if complete and not faults[0].met:
             assert at > 60
             return
         history.start()

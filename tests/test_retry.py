@@ -93,7 +93,7 @@ def test_results_that_did_not_fail_stay_as_they_are(tmp_path, model_folder):
         def _answer(request, sample):
             return FakeEngine._answer(request, sample)[:1]
 
-    a_job = job_of(tmp_path, output__format="jsonl", sampling__n=2)
+    a_job = job_of(tmp_path, output__format="jsonl", sampling__n=2, sampling__temperature=1.0)
     start(a_job, model_folder, FlakyEngine({(3, 1), (8, 0), (8, 1)}))
     store = store_of(a_job)
     before = b"".join(map(store.read, parts_of(store))).split(b"\n")
@@ -105,7 +105,8 @@ def test_results_that_did_not_fail_stay_as_they_are(tmp_path, model_folder):
 
 def test_a_parquet_part_keeps_its_schema_its_row_groups_and_every_other_value(tmp_path, model_folder, monkeypatch):
     monkeypatch.setattr(sinks, "_BLOCK_BYTES", 600)  # several row groups
-    a_job = job_of(tmp_path, sampling__n=2, output__token_ids=True, output__shard_rows=11)
+    changes = {"sampling__n": 2, "sampling__temperature": 1.0, "output__token_ids": True}
+    a_job = job_of(tmp_path, output__shard_rows=11, **changes)
     fails = {(3, 1), (4, 0), (4, 1), (9, 0)}
     start(a_job, model_folder, FlakyEngine(fails))
     store = store_of(a_job)
@@ -119,7 +120,7 @@ def test_a_parquet_part_keeps_its_schema_its_row_groups_and_every_other_value(tm
     failed = {(f"0:{row}", sample) for row, sample in fails}
     for one, other in zip(before, rows_of(store), strict=True):
         assert (one == other) == ((one["id"], one["sample"]) not in failed)
-    assert rows_of(store) == perfect(tmp_path, model_folder, sampling__n=2, output__token_ids=True)[0]
+    assert rows_of(store) == perfect(tmp_path, model_folder, **changes)[0]
 
 
 def test_rows_are_drawn_as_the_run_drew_them(tmp_path, model_folder):
