@@ -17,12 +17,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import psutil
 
 from batchgen import errors
@@ -31,9 +33,11 @@ from batchgen.errors import BatchgenError, Interrupted
 from batchgen.feeder_child import Only, RowBatch, State, Task
 from batchgen.io.files import InputFile
 from batchgen.spec import JobSpec
-from batchgen.types import ShardRange
+from batchgen.types import Demand, ShardRange
 
 READY_BATCHES = 8  # wait in the parent; each is at most 256 rows or about 1 MiB of input
+PATIENCE = 10.0  # seconds for the first batch, before the engine is made without knowing one
+MORE_PATIENCE = 0.5  # and for those that come right after it
 STUCK_SECONDS = 30.0  # of the child's processor time, without a sign of progress
 
 ENVIRONMENT = {
@@ -81,7 +85,8 @@ class Feeder:
         self._task = Task(spec, tuple(files), tuple(formats), model_path, max_model_len, fields, known, limit, only)
         self._stuck_seconds = stuck_seconds
         self._child: _Child | None = None
-        self._finished = False
+        self._ahead: deque[RowBatch] = deque()  # seen by `demand`, not handed out yet
+        self._ended = False  # the child has sent all
 
     def __enter__(self) -> Feeder:
         self._child = _Child(self._task)
@@ -97,7 +102,31 @@ class Feeder:
     @property
     def finished(self) -> bool:
         """All rows have been handed out."""
-        return self._finished
+        return self._ended and not self._ahead
+
+    def demand(self) -> Demand | None:
+        """How many tokens the samples of the first rows have and may come to; the rows are still to be handed out.
+
+        Waits for the first rows, which the engine has to wait for anyway; None where they do not come soon.
+        """
+        began = time.monotonic()
+        while not self._ended and len(self._ahead) < READY_BATCHES:
+            left = (MORE_PATIENCE if self._ahead else PATIENCE) - (time.monotonic() - began)
+            if left <= 0:
+                break
+            if (batch := self._receive(min(left, 1.0))) is not None:
+                self._ahead.append(batch)
+        if not self._ahead and not self._ended:
+            return None
+        default, context = self._task.spec.sampling.params(), self._task.max_model_len
+        prompts, outputs = [], []
+        for batch in self._ahead:
+            lengths = np.diff(batch.offsets)
+            for length, params in zip(lengths.tolist(), batch.params or [default] * len(lengths), strict=True):
+                if length:  # rows with an error have none
+                    prompts += [length] * params.n
+                    outputs += [context if params.max_tokens is None else params.max_tokens] * params.n
+        return Demand(np.array(prompts, np.int64), np.array(outputs, np.int64), complete=self._ended)
 
     def cpu_seconds(self) -> float:
         """Processor time that the present child has used; 0 where it is gone."""
@@ -110,7 +139,7 @@ class Feeder:
     def get(self, timeout: float) -> RowBatch | None:
         """The next batch, waiting for at most `timeout` seconds; None then, and after the last one."""
         deadline = time.monotonic() + timeout
-        while not self._finished:
+        while not self.finished:
             left = deadline - time.monotonic()
             if (batch := self._next(max(0.0, min(left, 1.0)))) is not None:
                 return batch
@@ -119,8 +148,11 @@ class Feeder:
         return None
 
     def _next(self, timeout: float | None) -> RowBatch | None:
+        return self._ahead.popleft() if self._ahead else self._receive(timeout)
+
+    def _receive(self, timeout: float | None) -> RowBatch | None:
         assert self._child is not None, "the feeder is used outside its `with` block"
-        if self._finished:
+        if self._ended:
             return None
         try:
             kind, payload = self._child.receive(timeout)
@@ -131,7 +163,7 @@ class Feeder:
             self._note(payload)
             return payload
         if kind == "finished":
-            self._finished = True
+            self._ended = True
             return None
         if kind == "failed":
             raise _rebuilt(*payload)

@@ -109,3 +109,12 @@ class Completion:
     stop_reason: str | int | None
     prompt_tokens: int
     error: RowError | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Demand:
+    """What is known of a job's samples before its engine is made: what the engine has to have room for."""
+
+    prompt_tokens: npt.NDArray[np.int64]  # (num_samples,)
+    max_tokens: npt.NDArray[np.int64]  # (num_samples,) most output tokens, the context's end aside
+    complete: bool  # these are all of them; else others like them are still to come

@@ -11,7 +11,7 @@ import numpy as np
 from batchgen.bench_data import byte_tokenizer
 from batchgen.engine.scheduler import EngineStats
 from batchgen.tokenizer import Tokenizer
-from batchgen.types import Completion, InFlight, Request, RowKey
+from batchgen.types import Completion, Demand, InFlight, Request, RowKey
 
 __all__ = ["CHATML", "FIRST_LETTER", "FakeEngine", "FakeModel", "byte_tokenizer", "fake_tokens"]
 
@@ -127,6 +127,7 @@ class FakeModel:
     def fingerprint(self) -> str:
         return "fake"
 
-    def engine(self) -> FakeEngine:
+    def engine(self, demand: Callable[[], Demand | None]) -> FakeEngine:
+        demand()
         self.engines.append(self._engine)
         return self._engine
