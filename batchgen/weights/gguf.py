@@ -66,7 +66,6 @@ class GgufCheckpoint:
         header = read_header(regular_file(path, f"{path} does not exist; expected a .gguf file"))
         self._header_bytes = min((tensor.offset for tensor in header.tensors), default=0)
         self._sizes = _sizes(path, header.tensors)
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115: not a map, whose pages would count as ours
         self._infos = {_translate(info.name): info for info in header.tensors}
         if len(self._infos) != len(header.tensors):
             raise ModelError(f"{path} names a tensor twice; is the file damaged?")
@@ -90,8 +89,8 @@ class GgufCheckpoint:
         return digest.hexdigest()
 
     def _bytes(self, info: TensorInfo) -> npt.NDArray[np.uint8]:
-        self._file.seek(info.offset)
-        found = np.fromfile(self._file, np.uint8, self._sizes[info.name])
+        """A copy: the pages of a map would count as memory of this process."""
+        found = np.fromfile(self.path, np.uint8, self._sizes[info.name], offset=info.offset)
         if len(found) != self._sizes[info.name]:
             raise ModelError(f"{self.path} became shorter while tensor {info.name!r} was read from it")
         return found
