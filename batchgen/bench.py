@@ -193,9 +193,7 @@ def engine(
     if workload_file is None and workload not in WORKLOADS:
         raise ConfigError(f"workload {workload!r}: expected one of {', '.join(WORKLOADS)}")
     items = load_workload(workload_file) if workload_file else WORKLOADS[workload](np.random.default_rng(0))
-    demand = Demand(
-        np.array([len(item.prompt) for item in items]), np.array([item.output_tokens for item in items]), complete=True
-    )
+    demand = Demand([item.prompt for item in items], [item.output_tokens for item in items], complete=True)
     began = time.perf_counter()
     loaded = Model(model, spec)
     engine = loaded.engine(lambda: demand)

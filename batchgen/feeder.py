@@ -24,7 +24,6 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import psutil
 
 from batchgen import errors
@@ -33,11 +32,11 @@ from batchgen.errors import BatchgenError, Interrupted
 from batchgen.feeder_child import Only, RowBatch, State, Task
 from batchgen.io.files import InputFile
 from batchgen.spec import JobSpec
-from batchgen.types import Demand, ShardRange
+from batchgen.types import Demand, ShardRange, TokenIds
 
 READY_BATCHES = 8  # wait in the parent; each is at most 256 rows or about 1 MiB of input
 PATIENCE = 10.0  # seconds for the first batch, before the engine is made without knowing one
-MORE_PATIENCE = 0.5  # and for those that come right after it
+MORE_PATIENCE = 0.5  # and, from then on, for those that follow
 STUCK_SECONDS = 30.0  # of the child's processor time, without a sign of progress
 
 ENVIRONMENT = {
@@ -105,28 +104,28 @@ class Feeder:
         return self._ended and not self._ahead
 
     def demand(self) -> Demand | None:
-        """How many tokens the samples of the first rows have and may come to; the rows are still to be handed out.
+        """What the first rows ask of an engine; they are still to be handed out.
 
         Waits for the first rows, which the engine has to wait for anyway; None where they do not come soon.
         """
-        began = time.monotonic()
-        while not self._ended and len(self._ahead) < READY_BATCHES:
-            left = (MORE_PATIENCE if self._ahead else PATIENCE) - (time.monotonic() - began)
-            if left <= 0:
-                break
+        until = time.monotonic() + PATIENCE
+        while not self._ended and len(self._ahead) < READY_BATCHES and (left := until - time.monotonic()) > 0:
             if (batch := self._receive(min(left, 1.0))) is not None:
+                if not self._ahead:
+                    until = time.monotonic() + MORE_PATIENCE
                 self._ahead.append(batch)
         if not self._ahead and not self._ended:
             return None
         default, context = self._task.spec.sampling.params(), self._task.max_model_len
-        prompts, outputs = [], []
+        prompts: list[TokenIds] = []
+        outputs: list[int] = []
         for batch in self._ahead:
-            lengths = np.diff(batch.offsets)
-            for length, params in zip(lengths.tolist(), batch.params or [default] * len(lengths), strict=True):
-                if length:  # rows with an error have none
-                    prompts += [length] * params.n
+            failed = {index for index, _, _ in batch.errors}
+            for index, params in enumerate(batch.params or [default] * batch.num_rows):
+                if index not in failed:
+                    prompts += [batch.token_ids[batch.offsets[index] : batch.offsets[index + 1]]] * params.n
                     outputs += [context if params.max_tokens is None else params.max_tokens] * params.n
-        return Demand(np.array(prompts, np.int64), np.array(outputs, np.int64), complete=self._ended)
+        return Demand(prompts, outputs, complete=self._ended)
 
     def cpu_seconds(self) -> float:
         """Processor time that the present child has used; 0 where it is gone."""

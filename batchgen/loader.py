@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from batchgen_kernels import cpu as native
 from batchgen_kernels import reference as reference_ops
@@ -24,7 +26,7 @@ from batchgen.models import registry
 from batchgen.models.config import ModelConfig
 from batchgen.spec import EngineSpec, ModelSpec
 from batchgen.tokenizer import Tokenizer
-from batchgen.types import Demand
+from batchgen.types import Demand, TokenIds
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +145,13 @@ class Model:
         lower = "lower engine.max_num_seqs and engine.max_batch_tokens, or free memory"
         per_block = backend.bytes_per_block(self.config.layers, kv_dtype)
         if spec.kv_memory == "auto":
-            useful = useful_blocks(demand, max_num_seqs, self.max_model_len, backend.block_size)
+            useful = useful_blocks(
+                demand,
+                max_num_seqs=max_num_seqs,
+                max_model_len=self.max_model_len,
+                block_size=backend.block_size,
+                prefix_cache=spec.prefix_cache,
+            )
             budget = min(int(room * KV_SHARE), useful * per_block)
         elif isinstance(spec.kv_memory, float):
             budget = int(room * spec.kv_memory)
@@ -167,20 +175,46 @@ class Model:
         )
 
 
-def useful_blocks(demand: Demand | None, max_num_seqs: int, max_model_len: int, block_size: int) -> int:
-    """KV blocks that a job can put to use: for all samples that run at once, and for its longest one."""
-    if demand is None:
-        used, longest = max_num_seqs * -(-min(TYPICAL_CONTEXT, max_model_len) // block_size), max_model_len
-    elif not len(demand.prompt_tokens):
-        used, longest = 0, max_model_len if not demand.complete else 0
-    else:
-        most = np.minimum(demand.prompt_tokens + demand.max_tokens, max_model_len)  # (num_samples,)
-        blocks = -(-np.minimum(most, demand.prompt_tokens + TYPICAL_OUTPUT) // block_size)
+def useful_blocks(
+    demand: Demand | None, *, max_num_seqs: int, max_model_len: int, block_size: int, prefix_cache: bool
+) -> int:
+    """KV blocks that a job can put to use: for the samples that run at once, and for its longest one."""
+    used, longest = max_num_seqs * -(-min(TYPICAL_CONTEXT, max_model_len) // block_size), max_model_len
+    if demand is not None and demand.prompts:
+        prompts = np.array([len(prompt) for prompt in demand.prompts])  # (num_samples,)
+        most = np.minimum(prompts + np.array(demand.max_tokens), max_model_len)
+        blocks = -(-np.minimum(most, prompts + TYPICAL_OUTPUT) // block_size)
+        used = _at_once(blocks, max_num_seqs, demand.complete)
+        if prefix_cache:
+            shared, distinct = _shared_blocks(demand.prompts, block_size)
+            used = min(used, distinct + _at_once(blocks - shared, max_num_seqs, demand.complete))
         if demand.complete:
-            used, longest = int(np.sort(blocks)[-max_num_seqs:].sum()), int(most.max())
-        else:
-            used, longest = int(max_num_seqs * np.quantile(blocks, SPREAD)), max_model_len
+            longest = int(most.max())
+    elif demand is not None and demand.complete:
+        used, longest = 0, 0
     return max(used, -(-longest // block_size), 2)
+
+
+def _at_once(blocks: npt.NDArray[np.int64], max_num_seqs: int, complete: bool) -> int:
+    """Blocks of the samples that run at the same time: the longest ones, if these are all that there are."""
+    if complete:
+        return int(np.sort(blocks)[-max_num_seqs:].sum())
+    return int(max_num_seqs * np.quantile(blocks, SPREAD))
+
+
+def _shared_blocks(prompts: Sequence[TokenIds], block_size: int) -> tuple[npt.NDArray[np.int64], int]:
+    """How many of each prompt's first blocks another one begins with too, (num_samples,), and how many such blocks
+    there are. They are in memory once; a prompt's last token is always computed, so its block is its own."""
+    chains: list[list[int]] = []
+    for prompt in prompts:
+        link, chain = 0, []
+        for start in range(0, (len(prompt) - 1) // block_size * block_size, block_size):
+            link = hash((link, prompt[start : start + block_size].tobytes()))
+            chain.append(link)
+        chains.append(chain)
+    times = Counter(link for chain in chains for link in chain)
+    shared = np.array([sum(times[link] > 1 for link in chain) for chain in chains])
+    return shared, sum(count > 1 for count in times.values())
 
 
 def layer_weights(config: ModelConfig) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -115,6 +116,6 @@ class Completion:
 class Demand:
     """What is known of a job's samples before its engine is made: what the engine has to have room for."""
 
-    prompt_tokens: npt.NDArray[np.int64]  # (num_samples,)
-    max_tokens: npt.NDArray[np.int64]  # (num_samples,) most output tokens, the context's end aside
-    complete: bool  # these are all of them; else others like them are still to come
+    prompts: Sequence[TokenIds]  # one for each sample
+    max_tokens: Sequence[int]  # of output, for each sample; the context may end before
+    complete: bool  # these are all samples; else others like them are still to come
