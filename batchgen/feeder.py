@@ -2,8 +2,8 @@
 
 The child is a fresh interpreter, not a fork: it never loads torch, runs on one thread, at low priority once it is ahead
 of the engine, and can be killed without harm. (multiprocessing's spawn would import the caller's main script, and torch
-with it.) Batches come through a pipe; a few bytes of shared memory say which rows the child is working on, so that a row
-that hangs is found, made an error, and passed over by the next child.
+with it.) Batches come through a pipe; a few bytes of shared memory say which rows the child is working on, so that a
+row that hangs is found, made an error, and passed over by the next child.
 """
 
 from __future__ import annotations
