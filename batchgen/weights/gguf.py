@@ -55,7 +55,7 @@ ROPE_FACTORS = "rope_freqs.weight"  # one divisor per rotary frequency: how Llam
 
 FLOAT32, FLOAT16, BFLOAT16 = 0, 1, 30
 STORED = {FLOAT32: "float32", FLOAT16: "float16", BFLOAT16: "bfloat16"}
-CHUNK_ELEMENTS = 1 << 15  # dequantised at a time: stays in cache, and large tensors need no float32 copy of themselves
+CHUNK_ELEMENTS = 1 << 18  # dequantised at a time: stays in cache, and large tensors need no float32 copy of themselves
 
 
 class GgufCheckpoint:
