@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,7 @@ ROWS_BYTES = 512 << 20  # for rows on their way in and out: what the loop and th
 TYPICAL_CONTEXT = 512  # tokens of a sample that nothing is known of
 TYPICAL_OUTPUT = 1024  # output tokens that a sample which may have more is given room for at once
 SPREAD = 0.9  # where more rows are to come, room is made for samples as long as this quantile of the first ones
+APART = 1.05  # samples that start one after the other hold somewhat more at once than if they started together
 GIB = 1 << 30
 
 
@@ -183,11 +185,15 @@ def useful_blocks(
     if demand is not None and demand.prompts:
         prompts = np.array([len(prompt) for prompt in demand.prompts])  # (num_samples,)
         most = np.minimum(prompts + np.array(demand.max_tokens), max_model_len)
-        blocks = -(-np.minimum(most, prompts + TYPICAL_OUTPUT) // block_size)
-        used = _at_once(blocks, max_num_seqs, demand.complete)
+        outputs = np.minimum(most - prompts, TYPICAL_OUTPUT)
+        shared, distinct = np.zeros_like(prompts), 0
         if prefix_cache:
             shared, distinct = _shared_blocks(demand.prompts, block_size)
-            used = min(used, distinct + _at_once(blocks - shared, max_num_seqs, demand.complete))
+        blocks = -(-(prompts + outputs) // block_size)
+        own = _at_once(blocks - shared, max_num_seqs, demand.complete)
+        if demand.complete and len(prompts) <= max_num_seqs:
+            own = min(own, _together(prompts, outputs, shared, block_size))
+        used = min(_at_once(blocks, max_num_seqs, demand.complete), distinct + own)
         if demand.complete:
             longest = int(most.max())
     elif demand is not None and demand.complete:
@@ -200,6 +206,18 @@ def _at_once(blocks: npt.NDArray[np.int64], max_num_seqs: int, complete: bool) -
     if complete:
         return int(np.sort(blocks)[-max_num_seqs:].sum())
     return int(max_num_seqs * np.quantile(blocks, SPREAD))
+
+
+def _together(
+    prompts: npt.NDArray[np.int64], outputs: npt.NDArray[np.int64], shared: npt.NDArray[np.int64], block_size: int
+) -> int:
+    """Most own blocks that samples hold which all start together and give back what they have when they end, and a
+    little more, because they start one after the other."""
+    peak = 0
+    for length in range(block_size, int(outputs.max(initial=0)) + 2 * block_size, block_size):
+        held = -(-(prompts + np.minimum(outputs, length)) // block_size) - shared
+        peak = max(peak, int(held[outputs > length - block_size].sum()))
+    return math.ceil(peak * APART)
 
 
 def _shared_blocks(prompts: Sequence[TokenIds], block_size: int) -> tuple[npt.NDArray[np.int64], int]:

@@ -107,6 +107,14 @@ def test_a_job_that_is_known_whole_gets_what_it_can_use() -> None:
     assert blocks(demand([], 1)) == 2
 
 
+def test_samples_that_end_sooner_make_room_for_the_others_to_grow() -> None:
+    prompts = demand([BLOCK] * 4, 1).prompts
+    staggered = Demand(prompts, [BLOCK, 2 * BLOCK, 4 * BLOCK, 8 * BLOCK], complete=True)
+    # two are left at most of it: 5 and 5 blocks, and a little for their starts; not the 2 + 3 + 5 + 9 of all ends
+    assert blocks(staggered) == 11
+    assert blocks(staggered, max_num_seqs=3) == 3 + 5 + 9  # the fourth takes the place of the first that ends
+
+
 def test_while_rows_are_to_come_room_is_made_for_samples_like_the_first_ones() -> None:
     most = 8192 // BLOCK  # any row may come
     assert blocks(demand([10] * 50, 20, complete=False)) == most
