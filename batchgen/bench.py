@@ -13,13 +13,15 @@ import numpy as np
 import orjson
 import torch
 
+from batchgen import processes
+from batchgen.engine.engine import Engine
 from batchgen.engine.step import StepPlan, StepResult
 from batchgen.errors import BatchgenError, ConfigError, NoInputError
-from batchgen.loader import DTYPES, Model
+from batchgen.loader import DTYPES, Model, layer_weights
 from batchgen.models.config import ModelConfig
 from batchgen.planner import Planner
 from batchgen.spec import EngineSpec, ModelSpec
-from batchgen.types import Completion, Request, RowKey, SamplingParams, TokenIds
+from batchgen.types import Completion, Demand, Request, RowKey, SamplingParams, TokenIds
 
 VOCABULARY = (100, 32_000)  # prompts are drawn from these ids, which every tokenizer in use has
 
@@ -97,17 +99,23 @@ def load_workload(path: str) -> list[Item]:
 
 
 class TimedRunner:
-    """Passes steps on to a runner and counts the time they take, so that the host's share is what is left."""
+    """Passes an engine's steps on to its runner and counts the time they take: the host's share is what is left."""
 
-    def __init__(self, runner: Any) -> None:
-        self._runner = runner
+    def __init__(self, engine: Engine) -> None:
+        self._runner = engine.runner
+        self._stats = engine.stats
         self.seconds = 0.0
         self.steps = 0
         self.rows = 0  # decoding or prefilling samples, summed over steps
         self.tokens = 0  # computed, summed over steps
         self.context = 0  # tokens attended to, summed over rows and steps: KV read at least once for each
+        self.blocks = 0  # of the KV pool that samples hold, summed over steps
+        self.most_blocks = 0
 
     def submit(self, plan: StepPlan) -> Any:
+        blocks = self._stats().kv_blocks_used
+        self.blocks += blocks
+        self.most_blocks = max(self.most_blocks, blocks)
         self.steps += 1
         self.rows += len(plan.slots)
         self.tokens += plan.num_tokens
@@ -159,11 +167,8 @@ def floor_seconds(
     Every computed token passes all layers, every sampled one the head; attention's own arithmetic, like norms and
     sampling, is taken as free, and so are the weights where a step's matmuls last longer than reading them.
     """
-    body, cached = 0, 0
-    for layer in config.layers:
-        projections = (2 * layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
-        body += config.hidden_size * (projections + 3 * config.intermediate_size)
-        cached += 2 * layer.num_kv_heads * layer.head_dim * dtype.itemsize
+    body = layer_weights(config)
+    cached = sum(2 * layer.num_kv_heads * layer.head_dim for layer in config.layers) * dtype.itemsize
     head = config.hidden_size * config.vocab_size
     arithmetic = 2 * (body * work.tokens + head * sampled) / matmul_rate
     weights = (body + head) * dtype.itemsize * work.steps / memory_rate
@@ -181,21 +186,25 @@ def engine(
     """Run a workload through planner and engine, everything submitted at once, and say where the time went.
 
     Equal prompts are computed as often as they occur.
-    `save` names a file for the generated token ids (a JSON list of lists, in the workload's order).
+    `load_s` is the model and the KV pool, `startup_s` from the start of the process to where the first step could run,
+    `process_s` to the workload's end. `occupancy` is of the rows that may run at once, `kv_used_*` of the KV pool;
+    `roofline_share` is the least time for this work on this machine against what it took, `host_share` the time
+    outside the model's steps. `save` names a file for the generated token ids (a JSON list of lists, in the workload's
+    order).
     """
     if workload_file is None and workload not in WORKLOADS:
         raise ConfigError(f"workload {workload!r}: expected one of {', '.join(WORKLOADS)}")
     items = load_workload(workload_file) if workload_file else WORKLOADS[workload](np.random.default_rng(0))
+    demand = Demand([item.prompt for item in items], [item.output_tokens for item in items], complete=True)
     began = time.perf_counter()
     loaded = Model(model, spec)
-    engine = loaded.engine()
-    load_seconds = time.perf_counter() - began
-    timed = TimedRunner(engine.runner)
+    engine = loaded.engine(lambda: demand)
+    load_seconds, startup_seconds = time.perf_counter() - began, processes.age()
     warm = [Item(np.full(48, 100 + i, np.int32), 4) for i in range(2)]
     for _ in engine.generate(_requests(warm)):
         pass
     before = engine.stats()
-    engine.runner = timed
+    timed = engine.runner = TimedRunner(engine)
     began = time.perf_counter()
     planner = Planner(engine, dedupe=False)
     for request in _requests(items):
@@ -203,7 +212,7 @@ def engine(
     completions: dict[int, Completion] = {}
     while planner.has_work:
         completions.update((done.key.row, done) for done in planner.step(more=False))
-    seconds = time.perf_counter() - began
+    seconds, process_seconds = time.perf_counter() - began, processes.age()
     stats = engine.stats()
     for row, item in enumerate(items):
         done = completions[row]
@@ -230,6 +239,8 @@ def engine(
         "output_tokens_per_s": round(output_tokens / seconds, 1),
         "total_tokens_per_s": round((prompt_tokens + output_tokens) / seconds, 1),
         "load_s": round(load_seconds, 2),
+        "startup_s": round(startup_seconds, 2),
+        "process_s": round(process_seconds, 2),
         "roofline_share": round(floor / seconds, 3),
         "matmul_gflop_per_s": round(matmul_rate / 1e9, 1),
         "memory_gb_per_s": round(memory_rate / 1e9, 1),
@@ -237,6 +248,8 @@ def engine(
         "mean_rows_per_step": round(timed.rows / timed.steps, 1),
         "occupancy": round(timed.rows / timed.steps / engine.settings.max_num_seqs, 3),
         "kv_blocks": stats.kv_blocks_total,
+        "kv_used_mean": round(timed.blocks / timed.steps / stats.kv_blocks_total, 3),
+        "kv_used_peak": round(timed.most_blocks / stats.kv_blocks_total, 3),
         "cached_tokens": stats.cached_tokens - before.cached_tokens,
         "recomputed_tokens": stats.recomputed_tokens - before.recomputed_tokens,
         "host_share": round(1 - timed.seconds / seconds, 4),

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
@@ -21,7 +21,7 @@ from batchgen.engine.step import EngineSettings
 from batchgen.io.stores import Store
 from batchgen.runfolder import STATE
 from batchgen.tokenizer import Tokenizer
-from batchgen.types import Completion, InFlight, Request
+from batchgen.types import Completion, Demand, InFlight, Request
 
 WARM = 0.1  # share of the rows after which the steady state is measured
 
@@ -99,7 +99,7 @@ class TokenizerOnly:
     def fingerprint(self) -> str:
         return self.tokenizer.fingerprint()
 
-    def engine(self) -> InstantEngine:
+    def engine(self, demand: Callable[[], Demand | None]) -> InstantEngine:
         return self._engine
 
 

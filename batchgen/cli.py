@@ -429,6 +429,11 @@ def bench_engine(
 ) -> None:
     """Run a workload through the engine; prints its speed as one JSON line.
 
+    Times are in seconds: startup_s is from the start of the process to the first step, load_s is the part of it that
+    loads the model, process_s ends with the workload. occupancy and kv_used are shares of the rows that may run at once
+    and of the KV pool, roofline_share is the least time for the work on this machine by the time it took, host_share is
+    the share of time outside the model's steps. KV memory is what the workload needs, as engine.kv_memory: auto finds.
+
     --set takes the keys of the sections model and engine of a job file.
     """
     for override in overrides:

@@ -1,9 +1,9 @@
 """The feeder: rows read, rendered and encoded ahead of the engine by a child process. This is the parent's end of it.
 
-The child is a fresh interpreter, not a fork: it never loads torch, runs at the lowest priority on one thread, and can
-be killed without harm. (multiprocessing's spawn would import the caller's main script, and torch with it.) Batches
-come through a pipe; a few bytes of shared memory say which rows the child is working on, so that a row that hangs is
-found, made an error, and passed over by the next child.
+The child is a fresh interpreter, not a fork: it never loads torch, runs on one thread, at low priority once it is ahead
+of the engine, and can be killed without harm. (multiprocessing's spawn would import the caller's main script, and torch
+with it.) Batches come through a pipe; a few bytes of shared memory say which rows the child is working on, so that a
+row that hangs is found, made an error, and passed over by the next child.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -31,9 +32,11 @@ from batchgen.errors import BatchgenError, Interrupted
 from batchgen.feeder_child import Only, RowBatch, State, Task
 from batchgen.io.files import InputFile
 from batchgen.spec import JobSpec
-from batchgen.types import ShardRange
+from batchgen.types import Demand, ShardRange, TokenIds
 
 READY_BATCHES = 8  # wait in the parent; each is at most 256 rows or about 1 MiB of input
+PATIENCE = 10.0  # seconds for the first batch, before the engine is made without knowing one
+MORE_PATIENCE = 0.5  # and, from then on, for those that follow
 STUCK_SECONDS = 30.0  # of the child's processor time, without a sign of progress
 
 ENVIRONMENT = {
@@ -81,7 +84,8 @@ class Feeder:
         self._task = Task(spec, tuple(files), tuple(formats), model_path, max_model_len, fields, known, limit, only)
         self._stuck_seconds = stuck_seconds
         self._child: _Child | None = None
-        self._finished = False
+        self._ahead: deque[RowBatch] = deque()  # seen by `demand`, not handed out yet
+        self._ended = False  # the child has sent all
 
     def __enter__(self) -> Feeder:
         self._child = _Child(self._task)
@@ -97,7 +101,31 @@ class Feeder:
     @property
     def finished(self) -> bool:
         """All rows have been handed out."""
-        return self._finished
+        return self._ended and not self._ahead
+
+    def demand(self) -> Demand | None:
+        """What the first rows ask of an engine; they are still to be handed out.
+
+        Waits for the first rows, which the engine has to wait for anyway; None where they do not come soon.
+        """
+        until = time.monotonic() + PATIENCE
+        while not self._ended and len(self._ahead) < READY_BATCHES and (left := until - time.monotonic()) > 0:
+            if (batch := self._receive(min(left, 1.0))) is not None:
+                if not self._ahead:
+                    until = time.monotonic() + MORE_PATIENCE
+                self._ahead.append(batch)
+        if not self._ahead and not self._ended:
+            return None
+        default, context = self._task.spec.sampling.params(), self._task.max_model_len
+        prompts: list[TokenIds] = []
+        outputs: list[int] = []
+        for batch in self._ahead:
+            failed = {index for index, _, _ in batch.errors}
+            for index, params in enumerate(batch.params or [default] * batch.num_rows):
+                if index not in failed:
+                    prompts += [batch.token_ids[batch.offsets[index] : batch.offsets[index + 1]]] * params.n
+                    outputs += [context if params.max_tokens is None else params.max_tokens] * params.n
+        return Demand(prompts, outputs, complete=self._ended)
 
     def cpu_seconds(self) -> float:
         """Processor time that the present child has used; 0 where it is gone."""
@@ -110,7 +138,7 @@ class Feeder:
     def get(self, timeout: float) -> RowBatch | None:
         """The next batch, waiting for at most `timeout` seconds; None then, and after the last one."""
         deadline = time.monotonic() + timeout
-        while not self._finished:
+        while not self.finished:
             left = deadline - time.monotonic()
             if (batch := self._next(max(0.0, min(left, 1.0)))) is not None:
                 return batch
@@ -119,8 +147,11 @@ class Feeder:
         return None
 
     def _next(self, timeout: float | None) -> RowBatch | None:
+        return self._ahead.popleft() if self._ahead else self._receive(timeout)
+
+    def _receive(self, timeout: float | None) -> RowBatch | None:
         assert self._child is not None, "the feeder is used outside its `with` block"
-        if self._finished:
+        if self._ended:
             return None
         try:
             kind, payload = self._child.receive(timeout)
@@ -131,7 +162,7 @@ class Feeder:
             self._note(payload)
             return payload
         if kind == "finished":
-            self._finished = True
+            self._ended = True
             return None
         if kind == "failed":
             raise _rebuilt(*payload)

@@ -260,6 +260,8 @@ class _Start:
             seconds=seconds,
             tokens_per_second=speed,
             **({"copied": loop.copied} if loop.copied else {}),
+            startup_seconds=None if loop.started is None else round(loop.started - self._began, 3),
+            waiting_share=round(loop.waited / max(loop.seconds, 1e-9), 4),
             **({"trial": self.store.path(TRIAL.rstrip("/"))} if loop.trial.rows else {}),
         )
 

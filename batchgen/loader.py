@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Mapping
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import psutil
+import numpy as np
+import numpy.typing as npt
 import torch
 from batchgen_kernels import cpu as native
 from batchgen_kernels import reference as reference_ops
 
-from batchgen import weights
+from batchgen import memory, weights
 from batchgen.attention.base import AttentionBackend
 from batchgen.attention.cpu import CpuAttention
 from batchgen.attention.reference import ReferenceBackend
@@ -22,16 +24,23 @@ from batchgen.engine.runner import Runner
 from batchgen.engine.step import EngineSettings
 from batchgen.errors import ConfigError, ModelError
 from batchgen.models import registry
+from batchgen.models.config import ModelConfig
 from batchgen.spec import EngineSpec, ModelSpec
 from batchgen.tokenizer import Tokenizer
+from batchgen.types import Demand, TokenIds
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CPU_MAX_NUM_SEQS = 128
 CPU_MAX_BATCH_TOKENS = 1024
-KV_SHARE = 0.4  # of the memory that is free once the weights are loaded
-TYPICAL_CONTEXT = 1024  # tokens for which `kv_memory: auto` gives every running sample room, if the memory is there
+KV_SHARE = 0.8  # `kv_memory: auto` takes at most this share of what is free beside weights, steps and rows
+ROWS_BYTES = 512 << 20  # for rows on their way in and out: what the loop and the writer hold at most
+TYPICAL_CONTEXT = 512  # tokens of a sample that nothing is known of
+TYPICAL_OUTPUT = 1024  # output tokens that a sample which may have more is given room for at once
+SPREAD = 0.9  # where more rows are to come, room is made for samples as long as this quantile of the first ones
+APART = 1.05  # samples that start one after the other hold somewhat more at once than if they started together
+GIB = 1 << 30
 
 
 class Model:
@@ -68,8 +77,11 @@ class Model:
         """SHA-256 over the checkpoint's configuration, headers and sampled tensors, and over the tokenizer."""
         return f"{self._checkpoint.fingerprint()}+{self.tokenizer.fingerprint()}"
 
-    def engine(self) -> Engine:
-        """Load the weights, make the KV pool and put the engine together."""
+    def engine(self, demand: Callable[[], Demand | None] = lambda: None) -> Engine:
+        """Load the weights, make the KV pool and put the engine together.
+
+        `demand` says what the job needs room for; it is called once the weights are loaded.
+        """
         spec = self._engine_spec
         torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
         ops = native.load()
@@ -86,6 +98,7 @@ class Model:
                 f"engine.kv_dtype: {spec.kv_dtype} beside a model in {self.dtype}: not supported yet on a CPU; leave "
                 "it out, or use engine.attention: reference, which is slow"
             )
+        self._refuse_without_memory()
         decoder = registry.build(
             self._checkpoint,
             dtype=dtype,
@@ -94,7 +107,8 @@ class Model:
             max_model_len=self.max_model_len,
             ops=ops or reference_ops,
         )
-        settings = self._settings(backend, kv_dtype)
+        memory.give_back()
+        settings = self._settings(backend, kv_dtype, demand())
         backend.allocate(self.config.layers, settings.num_blocks, kv_dtype)
         runner = Runner(decoder, backend, settings, ops=ops or reference_ops, vocab_limit=self.tokenizer.vocab_size)
         eos = {*decoder.config.eos_token_ids, *self.tokenizer.eos_token_ids}
@@ -103,7 +117,19 @@ class Model:
     def _stream(self) -> Any:
         return self.tokenizer.stream(skip_special_tokens=self._skip_special_tokens)
 
-    def _settings(self, backend: AttentionBackend, kv_dtype: torch.dtype) -> EngineSettings:
+    def _refuse_without_memory(self) -> None:
+        """Before the system does it in its way."""
+        needed = weight_bytes(self.config, DTYPES[self.dtype], self._quantization)
+        free = memory.available()
+        if needed > free:
+            hint = "model.dtype: bfloat16 halves that, " if self.dtype == "float32" else ""
+            raise ConfigError(
+                f"model.path: the weights of {self.path} take {needed / GIB:.1f} GiB in {self.dtype}, but only "
+                f"{free / GIB:.1f} GiB of memory are free; {hint}or use a smaller model, or a machine (or a limit of "
+                "its container) with more memory"
+            )
+
+    def _settings(self, backend: AttentionBackend, kv_dtype: torch.dtype, demand: Demand | None) -> EngineSettings:
         spec = self._engine_spec
         max_batch_tokens = CPU_MAX_BATCH_TOKENS if spec.max_batch_tokens == "auto" else spec.max_batch_tokens
         max_num_seqs = min(CPU_MAX_NUM_SEQS, max_batch_tokens) if spec.max_num_seqs == "auto" else spec.max_num_seqs
@@ -114,24 +140,35 @@ class Model:
                 f"engine.max_batch_tokens: {max_batch_tokens} is less than engine.max_num_seqs ({max_num_seqs}), but "
                 "each of these needs one token in a step"
             )
+        free = memory.available()
+        beside = ROWS_BYTES + step_bytes(self.config, DTYPES[self.dtype], max_batch_tokens, max_num_seqs)
+        room = max(0, free - beside)
+        what = (
+            f"{room / GIB:.2f} GiB of memory are free for it: {free / GIB:.2f} GiB, less {beside / GIB:.2f} for the "
+            "engine's steps and for rows on their way"
+        )
+        lower = "lower engine.max_num_seqs and engine.max_batch_tokens, or free memory"
         per_block = backend.bytes_per_block(self.config.layers, kv_dtype)
-        free = available_memory()
         if spec.kv_memory == "auto":
-            useful = max_num_seqs * min(self.max_model_len, TYPICAL_CONTEXT) // backend.block_size * per_block
-            budget = min(int(free * KV_SHARE), max(useful, blocks_for(self.max_model_len, backend) * per_block))
+            useful = useful_blocks(
+                demand,
+                max_num_seqs=max_num_seqs,
+                max_model_len=self.max_model_len,
+                block_size=backend.block_size,
+                prefix_cache=spec.prefix_cache,
+            )
+            budget = min(int(room * KV_SHARE), useful * per_block)
         elif isinstance(spec.kv_memory, float):
-            budget = int(free * spec.kv_memory)
+            budget = int(room * spec.kv_memory)
         else:
             budget = spec.kv_memory
-            if budget > free:
-                raise ConfigError(
-                    f"engine.kv_memory: {budget / 2**30:.1f} GiB, but only {free / 2**30:.1f} GiB of memory are free"
-                )
+            if budget > room:
+                raise ConfigError(f"engine.kv_memory: {budget / GIB:.2f} GiB, but {what}; lower it, or {lower}")
         num_blocks = budget // per_block
         if num_blocks < 2:
             raise ConfigError(
                 f"engine.kv_memory: {budget} bytes hold {num_blocks} blocks of {per_block} bytes, expected at least 2; "
-                "give it more, or free memory"
+                f"{what}; give it more, or {lower}"
             )
         return EngineSettings(
             max_num_seqs=max_num_seqs,
@@ -143,8 +180,88 @@ class Model:
         )
 
 
-def blocks_for(num_tokens: int, backend: AttentionBackend) -> int:
-    return -(-num_tokens // backend.block_size)
+def useful_blocks(
+    demand: Demand | None, *, max_num_seqs: int, max_model_len: int, block_size: int, prefix_cache: bool
+) -> int:
+    """KV blocks that a job can put to use: for the samples that run at once, and for its longest one."""
+    used, longest = max_num_seqs * -(-min(TYPICAL_CONTEXT, max_model_len) // block_size), max_model_len
+    if demand is not None and demand.prompts:
+        prompts = np.array([len(prompt) for prompt in demand.prompts])  # (num_samples,)
+        most = np.minimum(prompts + np.array(demand.max_tokens), max_model_len)
+        outputs = np.minimum(most - prompts, TYPICAL_OUTPUT)
+        shared, distinct = np.zeros_like(prompts), 0
+        if prefix_cache:
+            shared, distinct = _shared_blocks(demand.prompts, block_size)
+        blocks = -(-(prompts + outputs) // block_size)
+        own = _at_once(blocks - shared, max_num_seqs, demand.complete)
+        if demand.complete and len(prompts) <= max_num_seqs:
+            own = min(own, _together(prompts, outputs, shared, block_size))
+        found = min(_at_once(blocks, max_num_seqs, demand.complete), distinct + own)
+        if demand.complete:
+            used, longest = found, int(most.max())
+        else:
+            used = max(used, found)  # the first rows may be the short ones
+    elif demand is not None and demand.complete:
+        used, longest = 0, 0
+    return max(used, -(-longest // block_size), 2)
+
+
+def _at_once(blocks: npt.NDArray[np.int64], max_num_seqs: int, complete: bool) -> int:
+    """Blocks of the samples that run at the same time: the longest ones, if these are all that there are."""
+    if complete:
+        return int(np.sort(blocks)[-max_num_seqs:].sum())
+    return int(max_num_seqs * np.quantile(blocks, SPREAD))
+
+
+def _together(
+    prompts: npt.NDArray[np.int64], outputs: npt.NDArray[np.int64], shared: npt.NDArray[np.int64], block_size: int
+) -> int:
+    """Most own blocks that samples hold which all start together and give back what they have when they end, and a
+    little more, because they start one after the other."""
+    peak = 0
+    for length in range(block_size, int(outputs.max(initial=0)) + 2 * block_size, block_size):
+        held = -(-(prompts + np.minimum(outputs, length)) // block_size) - shared
+        peak = max(peak, int(held[outputs > length - block_size].sum()))
+    return math.ceil(peak * APART)
+
+
+def _shared_blocks(prompts: Sequence[TokenIds], block_size: int) -> tuple[npt.NDArray[np.int64], int]:
+    """How many of each prompt's first blocks another one begins with too, (num_samples,), and how many such blocks
+    there are. They are in memory once; a prompt's last token is always computed, so its block is its own."""
+    chains: list[list[int]] = []
+    for prompt in prompts:
+        link, chain = 0, []
+        for start in range(0, (len(prompt) - 1) // block_size * block_size, block_size):
+            link = hash((link, prompt[start : start + block_size].tobytes()))
+            chain.append(link)
+        chains.append(chain)
+    times = Counter(link for chain in chains for link in chain)
+    shared = np.array([sum(times[link] > 1 for link in chain) for chain in chains])
+    return shared, sum(count > 1 for count in times.values())
+
+
+def layer_weights(config: ModelConfig) -> int:
+    """Numbers in the matrices of all layers."""
+    return sum(
+        config.hidden_size
+        * ((2 * layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim + 3 * config.intermediate_size)
+        for layer in config.layers
+    )
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, quantization: str | None = None) -> int:
+    """The layers, the embedding, and the head, which is a copy of the embedding where the two are tied."""
+    linear, embedding = layer_weights(config), config.hidden_size * config.vocab_size
+    return (linear + embedding) * (1 if quantization == "int8" else dtype.itemsize) + embedding * dtype.itemsize
+
+
+def step_bytes(config: ModelConfig, dtype: torch.dtype, max_batch_tokens: int, max_num_seqs: int) -> int:
+    """Activations of the largest step: those of one layer for all its tokens, and logits of all samples in float32,
+    three times over for drawing from them."""
+    layer = max(config.layers, key=lambda layer: layer.num_heads * layer.head_dim)
+    heads = (2 * layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
+    values = max_batch_tokens * (4 * config.hidden_size + heads + 3 * config.intermediate_size)
+    return values * dtype.itemsize + max_num_seqs * config.vocab_size * (dtype.itemsize + 3 * 4)
 
 
 def make_backend(spec: EngineSpec, ops: native.Ops | None) -> AttentionBackend:
@@ -166,20 +283,3 @@ def resolve_dtype(asked: str, stored: str) -> str:
     if stored == "bfloat16" and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return "bfloat16"
     return "float32"
-
-
-def available_memory() -> int:
-    """Bytes this process may still take: what the machine has left, or what its control group has."""
-    free = psutil.virtual_memory().available
-    for folder, limit, used, cache in (
-        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        try:
-            group = {name: Path(folder, name).read_text() for name in (limit, used, "memory.stat")}
-            counts = dict(line.split() for line in group["memory.stat"].splitlines())
-            # files in the page cache, the weights just read among them, give way
-            free = min(free, int(group[limit]) - int(group[used]) + int(counts.get(cache, 0)))
-        except (OSError, ValueError):  # no such group, or "max"
-            continue
-    return max(free, 0)

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ from batchgen.tokenizer import Tokenizer
 from batchgen.types import (
     NO_TOKENS,
     Completion,
+    Demand,
     Request,
     RowError,
     RowKey,
@@ -49,7 +50,7 @@ ROWS_BEFORE_JUDGING = 1000  # a share of failed rows is judged from here on whil
 
 
 class ModelLike(Protocol):
-    """A model before its weights are loaded; `engine()` loads them."""
+    """A model before its weights are loaded; `engine()` loads them, then asks what is to be done with them."""
 
     tokenizer_path: str
     tokenizer: Tokenizer
@@ -59,7 +60,7 @@ class ModelLike(Protocol):
     device: str
 
     def fingerprint(self) -> str: ...
-    def engine(self) -> EngineLike: ...
+    def engine(self, demand: Callable[[], Demand | None]) -> EngineLike: ...
 
 
 class StartLike(Protocol):
@@ -106,7 +107,7 @@ class Loop:
         self._watchdog = watchdog
         self._state: tuple[int, ...] = ()  # changes with every bit of progress
         self._batches_read = self._samples_finished = self._parts_written = 0
-        self._planner = Planner(model.engine())
+        self._planner = Planner(model.engine(feeder.demand))
         self._params = resolved_sampling(spec, model).params()
         self._collector = Collector(self._params)
         self._done = book.done
@@ -119,6 +120,8 @@ class Loop:
         self._saved = self._began = time.monotonic()
         self._ticked = 0.0
         self.seconds = 0.0
+        self.waited = 0.0  # seconds of these in which the engine had nothing to do while rows were still to come
+        self.started: float | None = None  # when the first step began, by the monotonic clock
         self.tokens = 0  # of prompts and answers, by this start's engine
         self.copied = 0  # results that it need not compute, because an equal one was there
         self.trial = Counters()  # of shards that a row limit cut off
@@ -141,6 +144,8 @@ class Loop:
     def _run(self) -> None:
         while True:
             held_back = self._read()
+            if self.started is None and self._planner.has_work:
+                self.started = time.monotonic()
             for completion in self._planner.step(more=not self._feeder.finished):
                 self._finish(completion)
             self._commit()
@@ -174,11 +179,17 @@ class Loop:
             if planner.full or (much and (planner.has_work or writer.busy)):
                 return True
             patience = 0.01 if writer.busy else 0.1
-            batch = self._feeder.poll() if planner.has_work else self._feeder.get(timeout=patience)
+            batch = self._feeder.poll() if planner.has_work else self._wait_for_rows(patience)
             if batch is None:
                 break
             self._admit(batch)
         return False
+
+    def _wait_for_rows(self, timeout: float) -> RowBatch | None:
+        began = time.monotonic()
+        batch = self._feeder.get(timeout)
+        self.waited += time.monotonic() - began
+        return batch
 
     def _admit(self, batch: RowBatch) -> None:
         self._batches_read += 1

@@ -28,7 +28,7 @@ def preview(
     spec = spec.model_copy(update={"sampling": resolved_sampling(spec, model)})
     default = spec.sampling.params()
     with Feeder(spec, files, formats, model.tokenizer_path, model.max_model_len, {}, n) as feeder:
-        engine = model.engine()
+        engine = model.engine(feeder.demand)
         while not feeder.finished:
             batch = feeder.get(timeout=1.0)
             if batch is not None and batch.num_rows:

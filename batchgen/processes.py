@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from pathlib import Path
 
 
@@ -23,6 +24,15 @@ def started(pid: int) -> float:
     import psutil
 
     return float(psutil.Process(pid).create_time())
+
+
+def age() -> float:
+    """Seconds since this process was started."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # from boot to its start
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):  # not Linux
+        return time.time() - started(os.getpid())
 
 
 def process_runs(pid: int, started_at: float) -> bool:

@@ -11,6 +11,8 @@ from tqdm import tqdm
 
 from batchgen.metrics import Meter
 
+WORTH_TELLING = 0.05, 1.0  # idle time: a share of the loop's time, and seconds
+
 
 def duration(seconds: float) -> str:
     """Seconds as a person says them: 42s, 3m05s, 2h07m."""
@@ -90,6 +92,9 @@ def table(summary: Mapping[str, Any]) -> str:
         rows.append(("time", duration(summary["seconds"])))
     if summary.get("tokens_per_second"):
         rows.append(("tokens/s", f"{summary['tokens_per_second']:,.0f} in and out, once loaded"))
+    idle = summary.get("waiting_share", 0.0)
+    if idle >= WORTH_TELLING[0] and idle * summary["seconds"] >= WORTH_TELLING[1]:
+        rows.append(("idle", f"{idle:.0%} of the time: reading and encoding the input was slower than the model"))
     rows.append(("output", summary["output"]))
     if "trial" in summary:
         rows.append(("to look at", summary["trial"]))

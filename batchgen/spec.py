@@ -386,7 +386,10 @@ class EngineSpec(Section):
     max_num_seqs: kinds.AutoCount = Field(default="auto", description="Most answers that are generated side by side.")
     max_batch_tokens: kinds.AutoCount = Field(default="auto", description="Most tokens in one step of the model.")
     kv_memory: kinds.KvMemory = Field(
-        default="auto", description="Memory for the KV cache; a share (above 0, up to 1.0) is of what is free."
+        default="auto",
+        description="Memory for the KV cache; auto is what the first rows show to be of use, within what is free. A "
+        "share (above 0, up to 1.0) is of what is free beside the weights, a step of the model and the rows on their "
+        "way. Limits of containers count.",
     )
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = Field(
         default="auto", description="Number format of the KV cache; auto is the model's."

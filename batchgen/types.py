@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -109,3 +110,12 @@ class Completion:
     stop_reason: str | int | None
     prompt_tokens: int
     error: RowError | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Demand:
+    """What is known of a job's samples before its engine is made: what the engine has to have room for."""
+
+    prompts: Sequence[TokenIds]  # one for each sample
+    max_tokens: Sequence[int]  # of output, for each sample; the context may end before
+    complete: bool  # these are all samples; else others like them are still to come

@@ -12,7 +12,7 @@ from batchgen.bench_data import byte_tokenizer
 from batchgen.engine.scheduler import EngineStats
 from batchgen.engine.step import EngineSettings
 from batchgen.tokenizer import Tokenizer
-from batchgen.types import Completion, InFlight, Request, RowKey
+from batchgen.types import Completion, Demand, InFlight, Request, RowKey
 
 __all__ = ["CHATML", "FIRST_LETTER", "FakeEngine", "FakeModel", "byte_tokenizer", "fake_tokens"]
 
@@ -129,6 +129,7 @@ class FakeModel:
     def fingerprint(self) -> str:
         return "fake"
 
-    def engine(self) -> FakeEngine:
+    def engine(self, demand: Callable[[], Demand | None]) -> FakeEngine:
+        demand()
         self.engines.append(self._engine)
         return self._engine

@@ -32,7 +32,7 @@ from batchgen.errors import BatchgenError
 from batchgen.feeder_child import State, Worker
 from batchgen.io.stores import Store
 from batchgen.planner import EngineLike, Planner
-from batchgen.types import Completion, InFlight, Request, RowKey
+from batchgen.types import Completion, Demand, InFlight, Request, RowKey
 
 Sample = tuple[RowKey, int]
 SAMPLES = 2
@@ -158,9 +158,9 @@ class _Model(FakeModel):
         super().__init__(folder, engine)
         self._loading = loading
 
-    def engine(self) -> FakeEngine:
+    def engine(self, demand: Callable[[], Demand | None]) -> FakeEngine:
         time.sleep(self._loading)
-        return super().engine()
+        return super().engine(demand)
 
 
 class Reference(NamedTuple):

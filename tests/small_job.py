@@ -37,6 +37,9 @@ class InlineFeeder:
     def __exit__(self, *exc: object) -> None:
         pass
 
+    def demand(self) -> None:
+        return None
+
     def cpu_seconds(self) -> float:
         return 0.0
 

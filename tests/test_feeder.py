@@ -25,6 +25,7 @@ from tokenizers import models, pre_tokenizers
 from batchgen import spec
 from batchgen.errors import BatchgenError, ConfigError, DataError, ExitCode, ModelError
 from batchgen.feeder import Feeder, RowBatch
+from batchgen.feeder_child import NICE
 from batchgen.io import sources
 from batchgen.io.files import expand
 from batchgen.tokenizer import Tokenizer
@@ -226,6 +227,36 @@ def test_a_batch_travels_without_what_it_is_a_slice_of() -> None:
     assert pickle.loads(data).carried.equals(big.slice(5, 2))
 
 
+def test_what_the_first_rows_ask_for_is_told_before_they_are_handed_out(data: Path, model: Path) -> None:
+    rows = [{"text": "one", "own": {"max_tokens": 7, "n": 2}}, {"text": ["bad"]}, {"text": "four", "own": None}]
+    write_rows(data / "a.jsonl", rows)
+    made = job(data).model_copy(update={"sampling": spec.SamplingSpec(max_tokens=None, column="own")})
+    with feeder(made, model) as feed:
+        asked = feed.demand()
+        assert asked is not None and asked.complete and not feed.finished
+        assert asked.max_tokens == [7, 7, 4096]
+        batches = drain(feed)
+    tokens = [batch.token_ids[batch.offsets[i] : batch.offsets[i + 1]].tolist() for batch in batches for i in (0, 0, 2)]
+    assert rows_of(batches) == [(0, 0), (0, 1), (0, 2)] and [list(prompt) for prompt in asked.prompts] == tokens
+
+    numbered(data / "b.jsonl", 256 * 20)
+    with feeder(job(data), model) as feed:
+        many = feed.demand()
+        assert many is not None and not many.complete
+        assert 0 < len(many.prompts) < 256 * 20  # what is read ahead is bounded
+        assert len(rows_of(drain(feed))) == 3 + 256 * 20
+
+
+def test_rows_that_do_not_come_soon_are_not_waited_for(
+    data: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbered(data / "a.jsonl", 3)
+    monkeypatch.setattr("batchgen.feeder.PATIENCE", 0.0)
+    with feeder(job(data), model) as feed:
+        assert feed.demand() is None
+        assert len(rows_of(drain(feed))) == 3
+
+
 # -- the process -------------------------------------------------------------------------------------------------------
 
 
@@ -239,7 +270,10 @@ def test_the_child_is_light_and_out_of_the_way(data: Path, model: Path) -> None:
         assert time.monotonic() - before < 10  # well under a second on a quiet machine
         assert feed._child is not None
         child = psutil.Process(feed._child._process.pid)
-        assert child.nice() == 19
+        before = time.monotonic()
+        while child.nice() != NICE:  # once it is ahead
+            assert time.monotonic() - before < 10
+            time.sleep(0.01)
         assert not [m.path for m in child.memory_maps() if "torch" in m.path or "transformers" in m.path]
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             child.send_signal(number)

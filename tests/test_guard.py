@@ -234,11 +234,11 @@ from batchgen import job, spec
 pause = float(sys.argv[5])
 
 class Model(FakeModel):
-    def engine(self):
+    def engine(self, demand):
         if sys.argv[4] == "load":
             print("loading", flush=True)
             time.sleep(pause)
-        return super().engine()
+        return super().engine(demand)
 
 def think():
     if sys.argv[4] == "run":

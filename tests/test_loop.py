@@ -199,6 +199,29 @@ def test_shards_that_a_filter_empties_are_progress(tmp_path: Path, model_folder:
         assert start(a_job, FakeModel(model_folder))["rows"] == 1
 
 
+@pytest.mark.parametrize("slow", ["input", "model"])
+def test_time_without_rows_to_work_on_is_told(
+    tmp_path: Path, model_folder: Path, slow: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_job = job_of(tmp_path, write_rows(tmp_path / "in", 600, "rows.jsonl"))
+    if slow == "input":
+        receive, began = loop.Feeder._receive, time.monotonic()
+
+        def late(self: loop.Feeder, timeout: float | None) -> object:
+            time.sleep(timeout or 0.0)
+            return receive(self, 0.0) if time.monotonic() - began > 1.5 else None
+
+        monkeypatch.setattr(loop.Feeder, "demand", lambda self: None)
+        monkeypatch.setattr(loop.Feeder, "_receive", late)
+        engine = FakeEngine(running=600)
+    else:
+        engine = FakeEngine(running=16, think=lambda: time.sleep(0.02))
+    summary = start(a_job, FakeModel(model_folder, engine))
+    assert summary["rows"] == 600 and 0 < summary["startup_seconds"] < summary["seconds"]
+    waited = summary["waiting_share"] * summary["seconds"]
+    assert waited > 0.5 if slow == "input" else summary["waiting_share"] < 0.02
+
+
 def test_ids_that_repeat_in_different_shards_are_warned_of(
     tmp_path: Path, model_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

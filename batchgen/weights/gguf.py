@@ -55,19 +55,17 @@ ROPE_FACTORS = "rope_freqs.weight"  # one divisor per rotary frequency: how Llam
 
 FLOAT32, FLOAT16, BFLOAT16 = 0, 1, 30
 STORED = {FLOAT32: "float32", FLOAT16: "float16", BFLOAT16: "bfloat16"}
-CHUNK_ELEMENTS = 1 << 15  # dequantised at a time: stays in cache, and large tensors need no float32 copy of themselves
+CHUNK_ELEMENTS = 1 << 18  # dequantised at a time: stays in cache, and large tensors need no float32 copy of themselves
 
 
 class GgufCheckpoint:
-    """The file is mapped; tensors are dequantised one by one while they stream."""
+    """Tensors are read and dequantised one by one while they stream."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         header = read_header(regular_file(path, f"{path} does not exist; expected a .gguf file"))
         self._header_bytes = min((tensor.offset for tensor in header.tensors), default=0)
         self._sizes = _sizes(path, header.tensors)
-        # Copy on write: never written, but torch wants writable memory. A plain array: every slice of a memmap is slow.
-        self._data = np.memmap(path, np.uint8, "c").view(np.ndarray)
         self._infos = {_translate(info.name): info for info in header.tensors}
         if len(self._infos) != len(header.tensors):
             raise ModelError(f"{path} names a tensor twice; is the file damaged?")
@@ -91,7 +89,11 @@ class GgufCheckpoint:
         return digest.hexdigest()
 
     def _bytes(self, info: TensorInfo) -> npt.NDArray[np.uint8]:
-        return self._data[info.offset : info.offset + self._sizes[info.name]]
+        """A copy: the pages of a map would count as memory of this process."""
+        found = np.fromfile(self.path, np.uint8, self._sizes[info.name], offset=info.offset)
+        if len(found) != self._sizes[info.name]:
+            raise ModelError(f"{self.path} became shorter while tensor {info.name!r} was read from it")
+        return found
 
     def _tensor(self, name: str, info: TensorInfo, dtype: torch.dtype | None) -> torch.Tensor:
         import torch

@@ -1,0 +1,66 @@
+"""How much memory this process may still take: what the machine has left, and every control group that it stands in."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import psutil
+
+# file names in a group's folder: limits, what is used, and the entry of memory.stat that counts files in the page
+# cache which have not been used for long: they give way
+VERSION_2 = (("memory.max", "memory.high"), "memory.current", "inactive_file")
+VERSION_1 = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
+
+
+def available() -> int:
+    """Bytes that can be taken without swapping, and without being killed or slowed down for it."""
+    return max(0, min([psutil.virtual_memory().available, *group_room()]))
+
+
+def group_room(proc: Path = Path("/proc/self")) -> Iterator[int]:
+    """What each memory control group around this process has left, from its own one up to the root; swap is not used.
+
+    A group may be limited anywhere on that way, by itself or by what its neighbours take.
+    """
+    for folder, top, (limits, used, cache) in _groups(proc):
+        for place in [folder, *folder.parents][: len(folder.parts) - len(top.parts) + 1]:
+            for limit in limits:
+                try:
+                    counts = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
+                    most, now = (int((place / name).read_text()) for name in (limit, used))
+                    yield most - now + int(counts.get(cache, 0))
+                except (OSError, ValueError):  # no such group, a root without these files, or "max"
+                    continue
+
+
+def _groups(proc: Path) -> Iterator[tuple[Path, Path, tuple[tuple[str, ...], str, str]]]:
+    """This process's own memory groups: the folder, where their tree is mounted, and how its files are called."""
+    try:
+        own = [line.split(":", 2) for line in (proc / "cgroup").read_text().splitlines()]
+        mounts = [line.split(" - ", 1) for line in (proc / "mountinfo").read_text().splitlines()]
+    except OSError:  # not Linux
+        return
+    for _, controllers, path in own:
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        kind, files = ("cgroup", VERSION_1) if controllers else ("cgroup2", VERSION_2)
+        for place, what in mounts:
+            root, mounted = place.split(" ")[3:5]
+            type_, _, options = what.split(" ", 2)
+            if type_ == kind and (not controllers or "memory" in options.split(",")):
+                top = Path(mounted)
+                group = PurePosixPath(path)
+                # inside a container the mount shows the part of the tree below `root`; what is outside of it, cannot be
+                # seen from here
+                below = group.relative_to(root) if group.is_relative_to(root) else PurePosixPath()
+                yield (top if ".." in below.parts else top / below), top, files
+                break
+
+
+def give_back() -> None:
+    """Return what was freed to the system, where the C library can be told to (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
