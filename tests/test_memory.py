@@ -115,12 +115,12 @@ def test_samples_that_end_sooner_make_room_for_the_others_to_grow() -> None:
     assert blocks(staggered, max_num_seqs=3) == 3 + 5 + 9  # the fourth takes the place of the first that ends
 
 
-def test_while_rows_are_to_come_room_is_made_for_samples_like_the_first_ones() -> None:
-    most = 8192 // BLOCK  # any row may come
-    assert blocks(demand([10] * 50, 20, complete=False)) == most
-    assert blocks(demand([10] * 50, 20, complete=False), max_num_seqs=1000) == 1000
-    assert blocks(demand([10] * 98 + [4000] * 2, 20, complete=False), max_num_seqs=1000) == 1000
-    assert blocks(demand([10] * 50 + [300] * 50, 20, complete=False), max_num_seqs=1000) == 10_000
+def test_while_rows_are_to_come_room_is_made_for_samples_like_the_first_ones_and_at_least_for_usual_ones() -> None:
+    assert blocks(demand([10] * 50, 20, complete=False)) == 8192 // BLOCK  # any row may come
+    usual = 1000 * loader.TYPICAL_CONTEXT // BLOCK
+    assert blocks(demand([10] * 50, 20, complete=False), max_num_seqs=1000) == usual
+    assert blocks(demand([10] * 98 + [4000] * 2, 20, complete=False), max_num_seqs=1000) == usual
+    assert blocks(demand([10] * 50 + [3000] * 50, 20, complete=False), max_num_seqs=1000) == 95_000
     for unknown in (None, demand([], 1, complete=False)):
         assert blocks(unknown, max_num_seqs=100) == 100 * loader.TYPICAL_CONTEXT // BLOCK
 
@@ -128,7 +128,7 @@ def test_while_rows_are_to_come_room_is_made_for_samples_like_the_first_ones() -
 def test_a_prefix_that_samples_share_is_counted_once() -> None:
     for complete in (True, False):
         few = demand([8] * 100, 8, shared=20 * BLOCK, complete=complete)
-        expected = max(20 + 50, 0 if complete else 8192 // BLOCK)
+        expected = 20 + 50 if complete else 50 * loader.TYPICAL_CONTEXT // BLOCK
         assert blocks(few, max_num_seqs=50) == expected
         assert blocks(few, max_num_seqs=50, prefix_cache=False) == 21 * 50
     same = demand([BLOCK], 8).prompts * 2  # of whole blocks: the last token is computed, so its block is nobody else's
