@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -88,7 +90,7 @@ class LengthForecast:
         expected: FloatArray = self._left(produced) - self.survival(produced, room) * self._left(produced + room)
         return np.clip(expected, 0.0, room)
 
-    def survival(self, produced: npt.NDArray[np.integer], more: npt.NDArray[np.integer]) -> FloatArray:
+    def survival(self, produced: npt.NDArray[Any], more: npt.NDArray[np.integer]) -> FloatArray:
         """The chance that a sample gives `more` tokens and goes on, after `produced`; the shapes broadcast."""
         self._refresh()
         before = np.interp(produced, self.edges, self._hazard)

@@ -116,6 +116,15 @@ class Sequence:
     def output(self) -> TokenIds:
         return np.array(self.tokens[self.num_prompt :], np.int32)
 
+    @property
+    def ends_at_eos(self) -> bool:
+        """True where nothing but its limit and the model's EOS can end it."""
+        return self._stop_strings is None and self._stop_ids is self._eos
+
+    def extend(self, token_ids: TokenIds) -> None:
+        """Append output tokens that are known to end nothing."""
+        self.tokens.frombytes(np.ascontiguousarray(token_ids, np.int32).tobytes())
+
     def accept(self, token_id: int) -> Finish | None:
         """Append the next output token; says how it ends the sample, if it does."""
         self.tokens.append(token_id)
