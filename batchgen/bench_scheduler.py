@@ -32,14 +32,14 @@ class Device:
     """
 
     parameters: float = 8e9
-    bytes_per_parameter: float = 2.0
+    parameter_bytes: float = 2.0
+    kv_bytes: float = 131_072.0  # of one token
     flops: float = 6e14  # per second
     bandwidth: float = 4e12  # bytes per second
-    kv_bytes: float = 131_072.0  # of one token
 
     def seconds(self, num_tokens: float, context: float, steps: float = 1.0) -> float:
         """`context` is the tokens attended to, summed over rows."""
-        weights = steps * self.parameters * self.bytes_per_parameter / self.bandwidth
+        weights = steps * self.parameters * self.parameter_bytes / self.bandwidth
         return max(weights, 2 * self.parameters * num_tokens / self.flops) + context * self.kv_bytes / self.bandwidth
 
 
@@ -115,9 +115,7 @@ class _Run:
         self._settings = EngineSettings(
             seqs, what.max_batch_tokens, blocks, what.block_size, int(rows.inputs.max()) + UNCERTAIN_LIMIT
         )
-        self._scheduler = Scheduler(
-            self._settings, eos_token_ids=frozenset({EOS}), stream_factory=_never_called
-        )
+        self._scheduler = Scheduler(self._settings, eos_token_ids=frozenset({EOS}), stream_factory=_never_called)
         self._total = np.zeros(seqs, np.int64)  # (max_num_seqs,) tokens at which the slot's row ends
         self.peak = 0  # blocks
         self._steps = self._computed = self._context = 0
@@ -135,13 +133,13 @@ class _Run:
         more = True
         clock = time.process_time
         while True:
+            began = clock()
             while more and scheduler.num_waiting < settings.max_batch_tokens // 8:
                 request = next(requests, None)
                 if request is None:
                     more = False
                 else:
                     scheduler.add(request)
-            began = clock()
             plan = scheduler.plan()
             spent = clock() - began
             if plan is None:
@@ -183,7 +181,7 @@ class _Run:
         what, stats, steps = self._what, self._scheduler.stats(), self._steps
         full = self._full_at if self._full_at is not None else self._empty_at
         used = np.array(self._used[full : self._empty_at]) / self._settings.num_blocks
-        host = np.array(self._host) * 1000
+        host = np.array(self._host[: self._empty_at]) * 1000  # the tail is cheap
         tail = np.array(self._running[self._empty_at :])
         bound = self._lower_bound()
         return {
@@ -209,7 +207,9 @@ class _Run:
             "tail_mean_running": round(float(tail.mean()), 1) if len(tail) else 0.0,
             "scheduler_ms_per_step": round(float(host.mean()), 4),
             "scheduler_ms_per_step_p99": round(float(np.quantile(host, 0.99)), 4),
-            "scheduler_us_per_row_and_step": round(float(1000 * host.sum() / np.sum(self._running)), 3),
+            "scheduler_us_per_row_and_step": round(
+                float(1000 * host.sum() / np.sum(self._running[: self._empty_at])), 3
+            ),
         }
 
     def _lower_bound(self) -> float:

@@ -9,6 +9,7 @@ from batchgen.engine.forecast import LengthForecast, geometric
 from batchgen.engine.step import IntArray
 
 PER_OCTAVE = 8  # of steps ahead, and of tokens produced: the next 16 steps are exact
+DEVIATIONS = 1.0  # standard deviations above what is expected that must fit too: samples end when they like
 
 
 class KVCurve:
@@ -26,6 +27,7 @@ class KVCurve:
         self._last_of = np.searchsorted(self._ahead, np.arange(longest + 1))  # tokens to go -> last moment it may see
         self._alive = np.ones((len(self._ahead), len(self._ahead)))  # (num_kinds, num_moments) chance to run then
         self._tokens = np.zeros(len(self._ahead))  # (num_moments,)
+        self._variance = np.zeros(len(self._ahead))  # (num_moments,) of these
 
     def learn(self, produced: IntArray) -> None:
         """Take over what the forecast knows; `produced` are the output tokens of the samples whose end is open."""
@@ -44,15 +46,20 @@ class KVCurve:
         count = np.bincount(cells, minlength=num_moments**2).reshape(shape)
         held = held[:, ::-1].cumsum(1)[:, ::-1]  # of samples that may see this moment
         count = count[:, ::-1].cumsum(1)[:, ::-1]
-        self._tokens = ((held + count * self._ahead) * self._alive).sum(0)
+        tokens = (held + count * self._ahead) * self._alive
+        self._tokens = tokens.sum(0)
+        self._variance = (tokens * tokens * (1 / np.maximum(self._alive, 1e-9) - 1) / np.maximum(count, 1)).sum(0)
 
     def admit(self, produced: int, room: int, own: int, certain: bool, free: int) -> bool:
         """Whether what is held rises by no more than `free` tokens with this sample; then it is part of the curve."""
         seen = self._last_of[room] + 1
         tokens = self._tokens.copy()
         alive = self._alive[-1 if certain else self._kind_of[produced], :seen]
-        tokens[:seen] += (own + self._ahead[:seen]) * alive
-        if tokens.max() - tokens[0] > free:
+        variance = self._variance.copy()
+        held = own + self._ahead[:seen]
+        tokens[:seen] += held * alive
+        variance[:seen] += held * held * (alive - alive * alive)
+        if (tokens + DEVIATIONS * np.sqrt(variance)).max() - tokens[0] > free:
             return False
-        self._tokens = tokens
+        self._tokens, self._variance = tokens, variance
         return True

@@ -16,7 +16,7 @@ from batchgen.engine.step import EngineSettings, IntArray, SlotStart, StepPlan, 
 from batchgen.types import Completion, InFlight, Request, RowError
 
 LEARN_EVERY = 32  # steps between two looks at what running samples show of output lengths
-RECENT = 64  # tokens of a slot that are kept in an array before its sample takes them over
+RECENT = 128  # tokens of a slot that are kept in an array before its sample takes them over
 SMALLEST_STEP = 8  # tokens; a step of one row and no more tokens than this cannot be made smaller to any use
 GROW_AFTER = 256  # good steps after which a budget that was halved doubles
 
@@ -338,12 +338,13 @@ class Scheduler:
         """Make the blocks filled by computing [start, end) findable."""
         if not self.settings.prefix_cache:
             return []
-        size = self.settings.block_size
-        return [
-            sequence.block_ids[index]
-            for index in range(start // size, end // size)
-            if self.blocks.register(sequence.block_ids[index], sequence.block_hash(index, size))
-        ]
+        first, last = start // self.settings.block_size, end // self.settings.block_size
+        if first == last:
+            return []
+        sequence.block_hash(last - 1, self.settings.block_size)
+        register = self.blocks.register
+        new = zip(sequence.block_ids[first:last], sequence.hashes[first:last], strict=True)
+        return [block for block, block_hash in new if register(block, block_hash)]
 
     # -- samples and slots --------------------------------------------------------------------------------------
 

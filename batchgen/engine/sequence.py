@@ -141,9 +141,10 @@ class Sequence:
     def block_hash(self, index: int, block_size: int) -> bytes:
         """The hash of full block `index` and all before it: equal hashes mean equal tokens from position 0 on."""
         hashes = self.hashes
-        while len(hashes) <= index:
-            start = len(hashes) * block_size
-            digest = hashlib.blake2b(hashes[-1] if hashes else b"", digest_size=16)
-            digest.update(self.tokens[start : start + block_size])
-            hashes.append(digest.digest())
+        if len(hashes) <= index:
+            last = hashes[-1] if hashes else b""
+            for start in range(len(hashes) * block_size, (index + 1) * block_size, block_size):
+                block = self.tokens[start : start + block_size].tobytes()
+                last = hashlib.blake2b(last + block, digest_size=16).digest()
+                hashes.append(last)
         return hashes[index]
