@@ -181,7 +181,7 @@ class _Run:
         what, stats, steps = self._what, self._scheduler.stats(), self._steps
         full = self._full_at if self._full_at is not None else self._empty_at
         used = np.array(self._used[full : self._empty_at]) / self._settings.num_blocks
-        host = np.array(self._host[: self._empty_at]) * 1000  # the tail is cheap
+        host = np.array(self._host[: self._empty_at or None]) * 1000  # the tail is cheap
         tail = np.array(self._running[self._empty_at :])
         bound = self._lower_bound()
         return {
@@ -208,7 +208,7 @@ class _Run:
             "scheduler_ms_per_step": round(float(host.mean()), 4),
             "scheduler_ms_per_step_p99": round(float(np.quantile(host, 0.99)), 4),
             "scheduler_us_per_row_and_step": round(
-                float(1000 * host.sum() / np.sum(self._running[: self._empty_at])), 3
+                float(1000 * host.sum() / np.sum(self._running[: self._empty_at or None])), 3
             ),
         }
 

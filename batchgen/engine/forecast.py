@@ -10,6 +10,7 @@ import numpy.typing as npt
 FloatArray = npt.NDArray[np.float64]
 
 MEAN_UNTIL_KNOWN = 256  # expected output tokens before samples have shown anything else
+OCTAVE = 16  # bins for each doubling of the length
 PRIOR = 1.0  # weight of what is assumed beforehand, in samples seen in each bin
 MEMORY = 8192  # finished samples after which older ones count half
 SOME = 16  # finished samples of a prompt length that weigh as much as all other samples together
@@ -30,11 +31,12 @@ class LengthForecast:
     Keeps, for each bin of output lengths, how many samples came to it and how many of these ended there. Samples that
     still run, or were cut off by their limit, count as far as they came; without them the first samples to finish,
     which are the short ones, would make all look short. Nothing is assumed to end before half of
-    `MEAN_UNTIL_KNOWN`; from there on, where nothing was seen, a sample is expected to last as long again as it has.
+    `MEAN_UNTIL_KNOWN`; from there on, where nothing was seen, samples are expected to end as often as they did on the
+    way there from half that length, or, where that is unknown too, to last as long again as they have.
     """
 
     def __init__(self, longest: int) -> None:
-        self.edges = geometric(longest, 16)  # (num_bins + 1,) output tokens
+        self.edges = geometric(longest, OCTAVE)  # (num_bins + 1,) output tokens
         num_bins = len(self.edges) - 1
         self._bin_of = np.repeat(np.arange(num_bins), np.diff(self.edges))  # tokens -> bin
         self._stopped = np.zeros(num_bins)  # samples that ended by themselves, by their last token
@@ -117,7 +119,13 @@ class LengthForecast:
         cut, within = self._cut + self._running
         last = cut + self._stopped
         came = last.sum() - np.cumsum(last) + self._stopped + within / widths  # samples, those cut off as a part
-        assumed = np.where(starts >= MEAN_UNTIL_KNOWN // 2, -np.expm1(-2.0 * widths / np.maximum(starts, 2)), 0.0)
+        seen = np.cumsum(came * widths)  # tokens given
+        ends = np.cumsum(self._stopped)
+        seen[OCTAVE:] -= seen[:-OCTAVE].copy()
+        ends[OCTAVE:] -= ends[:-OCTAVE].copy()
+        unseen = np.where(starts >= MEAN_UNTIL_KNOWN // 2, 2.0 / np.maximum(starts, 2), 0.0)  # ends for each token
+        assumed = unseen * (ends + 1) / (unseen * seen + 1)  # where little was seen, go on as in the octave before
+        assumed = -np.expm1(-np.minimum(assumed, 1.0) * widths)
         ended = (self._stopped + PRIOR * assumed) / (came + PRIOR)
         self._rate = np.maximum(-np.log1p(-ended) / widths, 1e-9)
         np.cumsum(self._rate * widths, out=self._hazard[1:])
