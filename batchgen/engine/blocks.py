@@ -52,7 +52,7 @@ class BlockManager:
         block_ids = self._empty[len(self._empty) - num_empty :]
         del self._empty[len(self._empty) - num_empty :]
         block_ids.reverse()
-        for _ in range(count - num_empty):
+        while len(block_ids) < count:
             block, _ = self._cached.popitem(last=False)
             self._drop_hash(block)
             block_ids.append(block)

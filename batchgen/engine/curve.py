@@ -26,8 +26,7 @@ class KVCurve:
         self._kind_of = np.repeat(np.arange(len(self._ahead) - 1), np.diff(self._ahead))  # tokens produced -> kind
         self._last_of = np.searchsorted(self._ahead, np.arange(longest + 1))  # tokens to go -> last moment it may see
         self._alive = np.ones((len(self._ahead), len(self._ahead)))  # (num_kinds, num_moments) chance to run then
-        self._tokens = np.zeros(len(self._ahead))  # (num_moments,)
-        self._variance = np.zeros(len(self._ahead))  # (num_moments,) of these
+        self._tokens = np.zeros(len(self._ahead))  # (num_moments,) what may well be held then
 
     def learn(self, produced: IntArray) -> None:
         """Take over what the forecast knows; `produced` are the output tokens of the samples whose end is open."""
@@ -47,19 +46,16 @@ class KVCurve:
         held = held[:, ::-1].cumsum(1)[:, ::-1]  # of samples that may see this moment
         count = count[:, ::-1].cumsum(1)[:, ::-1]
         tokens = (held + count * self._ahead) * self._alive
-        self._tokens = tokens.sum(0)
-        self._variance = (tokens * tokens * (1 / np.maximum(self._alive, 1e-9) - 1) / np.maximum(count, 1)).sum(0)
+        variance = (tokens * tokens * (1 / np.maximum(self._alive, 1e-9) - 1) / np.maximum(count, 1)).sum(0)
+        self._tokens = tokens.sum(0) + DEVIATIONS * np.sqrt(variance)
 
     def admit(self, produced: int, room: int, own: int, certain: bool, free: int) -> bool:
         """Whether what is held rises by no more than `free` tokens with this sample; then it is part of the curve."""
         seen = self._last_of[room] + 1
         tokens = self._tokens.copy()
-        alive = self._alive[-1 if certain else self._kind_of[produced], :seen]
-        variance = self._variance.copy()
-        held = own + self._ahead[:seen]
-        tokens[:seen] += held * alive
-        variance[:seen] += held * held * (alive - alive * alive)
-        if (tokens + DEVIATIONS * np.sqrt(variance)).max() - tokens[0] > free:
+        kind = -1 if certain else self._kind_of[produced]
+        tokens[:seen] += (self._ahead[:seen] + own) * self._alive[kind, :seen]
+        if tokens.max() - tokens[0] > free:
             return False
-        self._tokens, self._variance = tokens, variance
+        self._tokens = tokens
         return True

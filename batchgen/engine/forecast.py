@@ -42,7 +42,7 @@ class LengthForecast:
         self._stopped = np.zeros(num_bins)  # samples that ended by themselves, by their last token
         self._cut = np.zeros((2, num_bins))  # samples cut off by their limit, and their tokens within the last bin
         self._running = np.zeros((2, num_bins))  # the same for those that run
-        self._by_octave = np.zeros((2, 64))  # for each octave of prompt lengths: samples, output tokens
+        self._by_octave = np.zeros((64, 2))  # for each octave of prompt lengths: samples, output tokens
         self._num_learned = 0.0
         self._num_in_table = -1.0
         self._rate = np.zeros(num_bins)  # of ending, for each token
@@ -55,8 +55,11 @@ class LengthForecast:
         if stopped:
             self._stopped[last] += 1
         else:
-            self._cut[:, last] += 1, num_output - self.edges[last]
-        self._by_octave[:, num_prompt.bit_length()] += 1, num_output
+            self._cut[0, last] += 1
+            self._cut[1, last] += num_output - self.edges[last]
+        octave = self._by_octave[num_prompt.bit_length()]
+        octave[0] += 1
+        octave[1] += num_output
         self._num_learned += 1
         if self._num_learned >= MEMORY:
             self._stopped /= 2
@@ -79,8 +82,8 @@ class LengthForecast:
         Where prompts of about this length gave more or less than others, so is it expected of this one.
         """
         mean = float(self.remaining(np.zeros(1, np.int64), np.array([room]))[0])
-        count, tokens = self._by_octave[:, num_prompt.bit_length()]
-        all_count, all_tokens = self._by_octave.sum(1)
+        count, tokens = self._by_octave[num_prompt.bit_length()]
+        all_count, all_tokens = self._by_octave.sum(0)
         if all_tokens:
             overall = all_tokens / all_count
             mean *= (tokens + SOME * overall) / (count + SOME) / overall

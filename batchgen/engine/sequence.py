@@ -58,6 +58,7 @@ class Sequence:
 
     __slots__ = (
         "_eos",
+        "_hasher",
         "_stop_ids",
         "_stop_strings",
         "block_ids",
@@ -91,6 +92,7 @@ class Sequence:
         self.slot = -1
         self.block_ids: list[int] = []
         self.hashes: list[bytes] = []
+        self._hasher = hashlib.blake2b(digest_size=16)  # of all blocks in `hashes`
         self.num_computed = -1
         self._eos: frozenset[int] = frozenset() if sampling.ignore_eos else eos_token_ids
         self._stop_ids = self._eos.union(sampling.stop_token_ids) if sampling.stop_token_ids else self._eos
@@ -141,10 +143,7 @@ class Sequence:
     def block_hash(self, index: int, block_size: int) -> bytes:
         """The hash of full block `index` and all before it: equal hashes mean equal tokens from position 0 on."""
         hashes = self.hashes
-        if len(hashes) <= index:
-            last = hashes[-1] if hashes else b""
-            for start in range(len(hashes) * block_size, (index + 1) * block_size, block_size):
-                block = self.tokens[start : start + block_size].tobytes()
-                last = hashlib.blake2b(last + block, digest_size=16).digest()
-                hashes.append(last)
+        for start in range(len(hashes) * block_size, (index + 1) * block_size, block_size):
+            self._hasher.update(self.tokens[start : start + block_size])
+            hashes.append(self._hasher.digest())
         return hashes[index]
