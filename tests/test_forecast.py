@@ -62,6 +62,15 @@ def test_the_first_to_finish_do_not_make_all_look_short() -> None:
     assert left(forecast, 0)[0] > 200
 
 
+def test_nobody_ends_much_sooner_just_because_nobody_has_come_further() -> None:
+    forecast = learned([150] * 10)
+    forecast.watch(np.repeat([50, 150, 200], 200))
+    (chance,) = forecast.survival(np.array([200]), np.array([50]))
+    assert chance > 0.9  # of 410 at 150 tokens, 10 have ended there and none since
+    (chance,) = forecast.survival(np.array([200]), np.array([1000]))
+    assert chance < 0.1
+
+
 def test_a_limit_tells_nothing_of_what_lies_beyond() -> None:
     forecast = learned([64] * 500, stopped=False)
     assert left(forecast, 0, room=64) == [pytest.approx(64, rel=0.05)]

@@ -11,7 +11,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from simulated import EOS, VOCAB, Letters, check, expected, make, run, summary
 
-from batchgen.engine import forecast
+from batchgen.engine import forecast, scheduler
 from batchgen.engine.scheduler import GROW_AFTER, EngineStats
 from batchgen.engine.sequence import Sequence, StopStrings
 from batchgen.engine.step import EngineSettings, StepPlan
@@ -71,12 +71,19 @@ def scenarios(draw: st.DrawFn) -> tuple[EngineSettings, list[Request]]:
 
 
 @hypothesis_settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(scenarios(), st.integers(1, 3), st.frozensets(st.integers(1, 40), max_size=6), st.sampled_from([0, 0, 256]))
+@given(
+    scenarios(),
+    st.integers(1, 3),
+    st.frozensets(st.integers(1, 40), max_size=6),
+    st.sampled_from([0, 0, 256]),
+    st.sampled_from([1, 3, 128]),
+)
 def test_every_sample_comes_out_as_if_it_ran_alone(
-    scenario: tuple[EngineSettings, list[Request]], depth: int, failing: frozenset[int], mean: int
+    scenario: tuple[EngineSettings, list[Request]], depth: int, failing: frozenset[int], mean: int, recent: int
 ) -> None:
     settings, requests = scenario
-    with patch.object(forecast, "MEAN_UNTIL_KNOWN", mean):  # with 0 too many are let in, and preempted
+    # With a mean of 0 too many are let in, and preempted
+    with patch.object(forecast, "MEAN_UNTIL_KNOWN", mean), patch.object(scheduler, "RECENT", recent):
         engine, _ = make(settings, depth, fails=lambda call, plan: call in failing and plan.num_tokens > 8)
         for one in requests:
             engine.add(one)
@@ -137,12 +144,13 @@ def test_a_crowd(depth: int) -> None:
 
 
 @hypothesis_settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(scenarios(), st.integers(1, 2), st.integers(0, 40))
+@given(scenarios(), st.integers(1, 2), st.integers(0, 40), st.sampled_from([3, 128]))
 def test_a_snapshot_resumes_to_the_same_result(
-    scenario: tuple[EngineSettings, list[Request]], depth: int, steps: int
+    scenario: tuple[EngineSettings, list[Request]], depth: int, steps: int, recent: int
 ) -> None:
     settings, requests = scenario
-    engine, _ = make(settings, depth)
+    with patch.object(scheduler, "RECENT", recent):
+        engine, _ = make(settings, depth)
     for one in requests:
         engine.add(one)
     finished: list[Completion] = []

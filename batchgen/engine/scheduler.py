@@ -95,7 +95,7 @@ class Scheduler:
         self._forecast = LengthForecast(settings.max_model_len)
         self._curve = KVCurve(self._forecast, settings.max_model_len)
         self._learn_at = 0  # step
-        self._refused = False  # the pool had no room for the next sample, and nothing was given back since
+        self._refused = False  # the pool had no room for the next sample, and nothing has changed that since
         self._stats = EngineStats(kv_blocks_total=settings.num_blocks)
         # Per slot, (max_num_seqs,)
         self._scheduled = np.zeros(settings.max_num_seqs, np.int32)  # positions computed or in flight
@@ -342,9 +342,11 @@ class Scheduler:
         if first == last:
             return []
         sequence.block_hash(last - 1, self.settings.block_size)
-        register = self.blocks.register
-        new = zip(sequence.block_ids[first:last], sequence.hashes[first:last], strict=True)
-        return [block for block, block_hash in new if register(block, block_hash)]
+        filled = zip(sequence.block_ids[first:last], sequence.hashes[first:last], strict=True)
+        new = [block for block, block_hash in filled if self.blocks.register(block, block_hash)]
+        if new:
+            self._refused = False  # the next sample may begin with these
+        return new
 
     # -- samples and slots --------------------------------------------------------------------------------------
 
@@ -397,8 +399,9 @@ class Scheduler:
     def _hand_over(self, sequence: Sequence) -> None:
         """Give a running sample its recent tokens, which end nothing."""
         slot = sequence.slot
-        sequence.extend(self._recent[slot, : self._num_recent[slot]])
-        self._num_recent[slot] = 0
+        if self._num_recent[slot]:
+            sequence.extend(self._recent[slot, : self._num_recent[slot]])
+            self._num_recent[slot] = 0
 
     def _release(self, sequence: Sequence) -> None:
         self._refused = False
@@ -468,7 +471,9 @@ class Scheduler:
         self._recent[slots, places] = token_ids
         self._num_recent[slots] = places + 1
         self._known[slots] += 1
-        looked_at = self._by_token[slots] | (places + 1 == RECENT) | (self._known[slots] >= self._limit[slots])
+        looked_at = (
+            self._by_token[slots] | (places + 1 == self._recent.shape[1]) | (self._known[slots] >= self._limit[slots])
+        )
         for eos in self._eos_token_ids:
             looked_at |= (token_ids == eos) & ~self._certain[slots]
         for slot, token_id in zip(slots[looked_at].tolist(), token_ids[looked_at].tolist(), strict=True):
