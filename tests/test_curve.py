@@ -23,7 +23,7 @@ def highest_free(curve: KVCurve, *sample: int, certain: bool) -> int:
     return low
 
 
-@pytest.mark.parametrize("longest_left", [10, 100, 1500])
+@pytest.mark.parametrize("longest_left", [7, 100, 1500])
 def test_certain_ends_are_summed_exactly_near_by_and_from_above_far_ahead(longest_left: int) -> None:
     rng = np.random.default_rng(0)
     for _ in range(20):
@@ -35,7 +35,7 @@ def test_certain_ends_are_summed_exactly_near_by_and_from_above_far_ahead(longes
         need = highest_free(curve, 0, int(room[-1]), int(own[-1]), certain=True)
         held = [(own + step)[room >= step].sum() for step in range(longest_left)]
         assert max(held) - held[0] <= need
-        assert need <= max(held) - held[0] + (0.1 * max(held) if longest_left > 16 else 0)
+        assert need <= max(held) - held[0] + (0.2 * max(held) if longest_left > 8 else 0)
 
 
 def test_open_ends_count_by_their_chance_with_some_doubt() -> None:
@@ -47,7 +47,7 @@ def test_open_ends_count_by_their_chance_with_some_doubt() -> None:
     count = 400
     produced = np.arange(count, dtype=np.int32)
     curve.start(produced, np.full(count, 900, np.int32), np.full(count, 100), np.zeros(count, np.bool_))
-    for index in (10, 20, 24):
+    for index in (7, 12, 16):
         step = int(curve._ahead[index])
         expected = sum((100 + step) * max(0, 400 - p - step) / (400 - p) for p in produced.tolist())
         assert expected < curve._tokens[index] < 1.2 * expected

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from batchgen.engine.forecast import LengthForecast, geometric
 from batchgen.engine.step import IntArray
 
-PER_OCTAVE = 8  # of steps ahead, and of tokens produced: the next 16 steps are exact
+PER_OCTAVE = 4  # of steps ahead, and of tokens produced: the next 8 steps are exact
 DEVIATIONS = 1.0  # standard deviations above what is expected that must fit too: samples end when they like
 
 
