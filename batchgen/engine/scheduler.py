@@ -108,9 +108,7 @@ class Scheduler:
         self._by_token = np.zeros(settings.max_num_seqs, np.bool_)  # its sample must look at every token
         self._live = np.zeros(settings.max_num_seqs, np.bool_)  # it is in _running
         self._known = np.zeros(settings.max_num_seqs, np.int32)  # tokens known
-        self._recent = np.zeros(
-            (settings.max_num_seqs, RECENT), np.int32
-        )  # the last of these, which the sample has not
+        self._recent = np.zeros((settings.max_num_seqs, RECENT), np.int32)  # the last of these, not in `tokens` yet
         self._num_recent = np.zeros(settings.max_num_seqs, np.int32)
         self._pending = np.zeros(settings.max_num_seqs, np.int32)  # steps in flight that hold it
 
@@ -268,7 +266,7 @@ class Scheduler:
 
     def _admit(self, draft: _Draft, budget: int) -> None:
         """Start waiting samples in order, as long as tokens, slots and blocks last."""
-        if not self._waiting or self._refused or budget <= 0:
+        if not self._waiting or not self._free_slots or self._refused or budget <= 0:
             return
         self._look_ahead()
         while (
