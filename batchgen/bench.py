@@ -1,11 +1,10 @@
-"""Benchmarks: workloads, timing, and this machine's roofline; every command prints one JSON line."""
+"""The engine measured: timing, and this machine's roofline; prints one JSON line."""
 
 from __future__ import annotations
 
 import resource
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,68 +20,8 @@ from batchgen.loader import DTYPES, Model, layer_weights
 from batchgen.models.config import ModelConfig
 from batchgen.planner import Planner
 from batchgen.spec import EngineSpec, ModelSpec
-from batchgen.types import Completion, Demand, Request, RowKey, SamplingParams, TokenIds
-
-VOCABULARY = (100, 32_000)  # prompts are drawn from these ids, which every tokenizer in use has
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One request of a workload: exactly `output_tokens` are generated, EOS is ignored."""
-
-    prompt: TokenIds
-    output_tokens: int
-
-
-def _prompts(rng: np.random.Generator, lengths: Sequence[int]) -> list[TokenIds]:
-    return [rng.integers(*VOCABULARY, size=length).astype(np.int32) for length in lengths]
-
-
-def _lognormal(rng: np.random.Generator, mean: float, sigma: float, low: int, high: int, count: int) -> list[int]:
-    """Lengths whose logarithm is normal, of this mean, within bounds."""
-    drawn = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, count)
-    return [int(length) for length in np.clip(drawn, low, high)]
-
-
-def nano(rng: np.random.Generator, count: int = 256) -> list[Item]:
-    """Prompts and answers of 100 to 1,024 tokens, each length equally likely."""
-    inputs, outputs = rng.integers(100, 1025, count), rng.integers(100, 1025, count)
-    return [Item(p, int(o)) for p, o in zip(_prompts(rng, inputs.tolist()), outputs, strict=True)]
-
-
-def mixed(rng: np.random.Generator, count: int = 96) -> list[Item]:
-    """Log-normal prompts around 200 tokens and answers around 90."""
-    inputs = _lognormal(rng, 230, 0.7, 16, 1024, count)
-    outputs = _lognormal(rng, 100, 0.7, 8, 512, count)
-    return [Item(p, o) for p, o in zip(_prompts(rng, inputs), outputs, strict=True)]
-
-
-def prefix(rng: np.random.Generator, count: int = 96) -> list[Item]:
-    """512 shared tokens, then 32 to 128 of each row's own; answers of 32 to 128."""
-    shared = _prompts(rng, [512])[0]
-    own, outputs = rng.integers(32, 129, count), rng.integers(32, 129, count)
-    return [
-        Item(np.concatenate([shared, p]), int(o)) for p, o in zip(_prompts(rng, own.tolist()), outputs, strict=True)
-    ]
-
-
-def longtail(rng: np.random.Generator, count: int = 192) -> list[Item]:
-    """Short prompts; most answers are short and a few very long (Pareto)."""
-    inputs = _lognormal(rng, 80, 0.5, 16, 512, count)
-    outputs = [int(o) for o in np.clip((rng.pareto(1.2, count) + 1) * 16, 8, 1024)]
-    return [Item(p, o) for p, o in zip(_prompts(rng, inputs), outputs, strict=True)]
-
-
-def summarise(rng: np.random.Generator, count: int = 64) -> list[Item]:
-    """Long documents, short answers."""
-    inputs = _lognormal(rng, 900, 0.4, 200, 1800, count)
-    outputs = _lognormal(rng, 60, 0.4, 16, 160, count)
-    return [Item(p, o) for p, o in zip(_prompts(rng, inputs), outputs, strict=True)]
-
-
-WORKLOADS: dict[str, Callable[..., list[Item]]] = {
-    function.__name__: function for function in (nano, mixed, prefix, longtail, summarise)
-}
+from batchgen.types import Completion, Demand, Request, RowKey, SamplingParams
+from batchgen.workloads import WORKLOADS, Item
 
 
 def load_workload(path: str) -> list[Item]:
@@ -194,7 +133,7 @@ def engine(
     """
     if workload_file is None and workload not in WORKLOADS:
         raise ConfigError(f"workload {workload!r}: expected one of {', '.join(WORKLOADS)}")
-    items = load_workload(workload_file) if workload_file else WORKLOADS[workload](np.random.default_rng(0))
+    items = load_workload(workload_file) if workload_file else WORKLOADS[workload].items(np.random.default_rng(0))
     demand = Demand([item.prompt for item in items], [item.output_tokens for item in items], complete=True)
     began = time.perf_counter()
     loaded = Model(model, spec)

@@ -502,5 +502,51 @@ def bench_data(resume: bool, **workload: Any) -> None:
     _print_json(benches.measure(benches.Workload(**workload), resume=resume))
 
 
+@bench.command("scheduler")
+@click.option(
+    "--workload", default="mixed", show_default=True, metavar="NAME", help="nano, mixed, prefix, longtail or summarise."
+)
+@click.option("--rows", type=click.IntRange(1), default=10_000, show_default=True, help="Rows of the job.")
+@click.option(
+    "--certain/--eos",
+    default=False,
+    help="Whether the scheduler is told each row's length. By default rows end by EOS, below a generous limit.",
+)
+@click.option(
+    "--kv-share",
+    type=click.FloatRange(0, min_open=True),
+    default=0.25,
+    show_default=True,
+    help="Size of the KV pool, as a share of what the job would use without a limit.",
+)
+@click.option("--blocks", type=click.IntRange(1), help="Size of the KV pool instead, in blocks.")
+@click.option("--block-size", type=click.IntRange(1), default=16, show_default=True, help="Tokens of a block.")
+@click.option("--max-num-seqs", type=click.IntRange(1), help="As in a job file; by default no limit.")
+@click.option("--max-batch-tokens", type=click.IntRange(1), default=8192, show_default=True, help="As in a job file.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the lengths.")
+@click.option("--parameters", type=click.FloatRange(0), default=8e9, show_default=True, help="Of the modelled model.")
+@click.option("--parameter-bytes", type=click.FloatRange(0), default=2, show_default=True, help="Of each of them.")
+@click.option("--kv-bytes", type=click.FloatRange(0), default=131_072, show_default=True, help="KV of one token.")
+@click.option(
+    "--flops", type=click.FloatRange(0, min_open=True), default=6e14, show_default=True, help="Of the device, a second."
+)
+@click.option(
+    "--bandwidth", type=click.FloatRange(0, min_open=True), default=4e12, show_default=True, help="Bytes a second."
+)
+@_debug_option
+def bench_scheduler(
+    parameters: float, parameter_bytes: float, kv_bytes: float, flops: float, bandwidth: float, **what: Any
+) -> None:
+    """Run a workload's lengths through the scheduler, without a model; prints one JSON line.
+
+    A step of the modelled device takes the longer of reading the weights and multiplying by them, then the time to
+    read its KV. Occupancy is that of the KV pool, from when a row first waits for blocks until none waits.
+    """
+    from batchgen import bench_scheduler as benches
+
+    device = benches.Device(parameters, parameter_bytes, kv_bytes, flops, bandwidth)
+    _print_json(benches.simulate(benches.Simulation(**what, device=device)))
+
+
 if __name__ == "__main__":
     main()

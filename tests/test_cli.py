@@ -581,6 +581,16 @@ def test_bench_data_hands_its_workload_on(call: Any, monkeypatch: pytest.MonkeyP
     assert len(asked) == 1
 
 
+def test_bench_scheduler_simulates(call: Any) -> None:
+    sizes = ["--workload", "prefix", "--rows", "60", "--blocks", "150", "--max-num-seqs", "20", "--certain"]
+    found = json.loads(call("bench", "scheduler", *sizes, "--parameters", "1e6").out)
+    assert (found["rows"], found["kv_blocks"], found["max_num_seqs"], found["parameters"]) == (60, 150, 20, 1e6)
+    assert found["cached_tokens"] > 50 * 500 and found["recomputed_tokens"] < 1000
+    result = call("bench", "scheduler", "--workload", "nan")
+    assert result.code == 78 and "expected one of nano, mixed" in result.err
+    assert call("bench", "scheduler", "--kv-share", "0").code == 64
+
+
 # -- the process -------------------------------------------------------------------------------------------------------
 
 MODULES_AFTER = """

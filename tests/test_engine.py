@@ -16,7 +16,7 @@ from tiny import tiny_model
 from transformers import PreTrainedModel
 
 from batchgen.attention.reference import ReferenceBackend
-from batchgen.engine import scheduler
+from batchgen.engine import forecast
 from batchgen.engine.engine import Engine
 from batchgen.engine.runner import Runner, bucket
 from batchgen.engine.step import EngineSettings
@@ -112,7 +112,7 @@ def test_greedy_tokens_are_those_of_transformers(
     model: Model, prompts: list[np.ndarray], greedy: list[list[int]], shape: dict[str, object]
 ) -> None:
     engine, _ = model.engine(**shape)  # type: ignore[arg-type]
-    with patch.object(scheduler, "MEAN_UNTIL_KNOWN", 0):
+    with patch.object(forecast, "MEAN_UNTIL_KNOWN", 0):
         done = run(engine, (row(number, prompt) for number, prompt in enumerate(prompts)))
     assert [done[number, 0].token_ids.tolist() for number in range(NUM_ROWS)] == greedy
     for completion in done.values():
@@ -137,7 +137,7 @@ def test_drawn_tokens_do_not_depend_on_batch_chunks_or_preemption(model: Model, 
     want: dict[tuple[int, int], list[int]] = {}
     for shape in (SHAPES[0], SHAPES[2], SHAPES[3], SHAPES[6]):
         engine, _ = model.engine(**shape)  # type: ignore[arg-type]
-        with patch.object(scheduler, "MEAN_UNTIL_KNOWN", 0):
+        with patch.object(forecast, "MEAN_UNTIL_KNOWN", 0):
             done = run(engine, requests)
         got = {key: completion.token_ids.tolist() for key, completion in done.items()}
         assert len(got) == sum(one.sampling.n for one in requests)

@@ -11,8 +11,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from simulated import EOS, VOCAB, Letters, check, expected, make, run, summary
 
-from batchgen.engine import scheduler
-from batchgen.engine.scheduler import GROW_AFTER, KNOWN_AFTER, EngineStats
+from batchgen.engine import forecast, scheduler
+from batchgen.engine.scheduler import GROW_AFTER, EngineStats
 from batchgen.engine.sequence import Sequence, StopStrings
 from batchgen.engine.step import EngineSettings, StepPlan
 from batchgen.types import Completion, Request, RowKey, SamplingParams
@@ -71,12 +71,19 @@ def scenarios(draw: st.DrawFn) -> tuple[EngineSettings, list[Request]]:
 
 
 @hypothesis_settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(scenarios(), st.integers(1, 3), st.frozensets(st.integers(1, 40), max_size=6), st.sampled_from([0, 0, 256]))
+@given(
+    scenarios(),
+    st.integers(1, 3),
+    st.frozensets(st.integers(1, 40), max_size=6),
+    st.sampled_from([0, 0, 256]),
+    st.sampled_from([1, 3, 128]),
+)
 def test_every_sample_comes_out_as_if_it_ran_alone(
-    scenario: tuple[EngineSettings, list[Request]], depth: int, failing: frozenset[int], forecast: int
+    scenario: tuple[EngineSettings, list[Request]], depth: int, failing: frozenset[int], mean: int, recent: int
 ) -> None:
     settings, requests = scenario
-    with patch.object(scheduler, "MEAN_UNTIL_KNOWN", forecast):  # with 0 too many are let in, and preempted
+    # With a mean of 0 too many are let in, and preempted
+    with patch.object(forecast, "MEAN_UNTIL_KNOWN", mean), patch.object(scheduler, "RECENT", recent):
         engine, _ = make(settings, depth, fails=lambda call, plan: call in failing and plan.num_tokens > 8)
         for one in requests:
             engine.add(one)
@@ -123,7 +130,7 @@ def test_a_crowd(depth: int) -> None:
     for seed in range(40):
         settings, requests = crowd(seed)
         calls = set(np.random.default_rng(seed).integers(1, 60, 4).tolist()) if seed % 2 else set()
-        with patch.object(scheduler, "MEAN_UNTIL_KNOWN", 0 if seed % 4 < 2 else 256):
+        with patch.object(forecast, "MEAN_UNTIL_KNOWN", 0 if seed % 4 < 2 else 256):
             engine, _ = make(
                 settings, depth, fails=lambda call, plan, calls=calls: call in calls and plan.num_tokens > 8
             )
@@ -137,12 +144,13 @@ def test_a_crowd(depth: int) -> None:
 
 
 @hypothesis_settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(scenarios(), st.integers(1, 2), st.integers(0, 40))
+@given(scenarios(), st.integers(1, 2), st.integers(0, 40), st.sampled_from([3, 128]))
 def test_a_snapshot_resumes_to_the_same_result(
-    scenario: tuple[EngineSettings, list[Request]], depth: int, steps: int
+    scenario: tuple[EngineSettings, list[Request]], depth: int, steps: int, recent: int
 ) -> None:
     settings, requests = scenario
-    engine, _ = make(settings, depth)
+    with patch.object(scheduler, "RECENT", recent):
+        engine, _ = make(settings, depth)
     for one in requests:
         engine.add(one)
     finished: list[Completion] = []
@@ -232,19 +240,16 @@ def test_the_row_with_the_least_work_is_preempted_and_keeps_its_tokens(prefix_ca
         prefix_cache=prefix_cache,
     )
     engine, runner = make(settings)
-    for row in range(KNOWN_AFTER):  # so that little output is expected and both rows below are let in
-        engine.add(request(row, [5], max_tokens=1))
-    run(engine)
     requests = [
         request(row, prompt, max_tokens=12, noise_key=runs_to_its_limit(prompt, 12, settings))
         for row, prompt in enumerate([[1] * 9, [2]])
     ]
     for one in requests:
         engine.add(one)
-    before = len(runner.plans)
-    check(run(engine), requests, settings)
+    with patch.object(forecast, "MEAN_UNTIL_KNOWN", 0):  # so that both are let in
+        check(run(engine), requests, settings)
     assert engine.stats().preemptions == 1
-    again = [start for plan in runner.plans[before + 1 :] for start in plan.slot_starts]
+    again = [start for plan in runner.plans[1:] for start in plan.slot_starts]
     assert len(again) == 1 and again[0].num_prompt_tokens == 1 and len(again[0].token_ids) > 4
     assert (engine.stats().recomputed_tokens <= 4) == prefix_cache  # most of its full blocks were still there
 

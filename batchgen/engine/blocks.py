@@ -48,15 +48,16 @@ class BlockManager:
     def allocate(self, count: int) -> list[int]:
         """Hold `count` blocks of unknown content; the caller has seen that so many are free."""
         assert count <= self.num_free, f"{count} blocks asked for, {self.num_free} free"
-        block_ids = []
-        for _ in range(count):
-            if self._empty:
-                block = self._empty.pop()
-            else:
-                block, _ = self._cached.popitem(last=False)
-                self._drop_hash(block)
-            self._references[block] = 1
+        num_empty = min(count, len(self._empty))
+        block_ids = self._empty[len(self._empty) - num_empty :]
+        del self._empty[len(self._empty) - num_empty :]
+        block_ids.reverse()
+        while len(block_ids) < count:
+            block, _ = self._cached.popitem(last=False)
+            self._drop_hash(block)
             block_ids.append(block)
+        for block in block_ids:
+            self._references[block] = 1
         return block_ids
 
     def register(self, block: int, block_hash: bytes) -> bool:

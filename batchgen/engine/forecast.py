@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
 
 MEAN_UNTIL_KNOWN = 256  # expected output tokens before samples have shown anything else
+OCTAVE = 16  # bins for each doubling of the length
 PRIOR = 1.0  # weight of what is assumed beforehand, in samples seen in each bin
 MEMORY = 8192  # finished samples after which older ones count half
 SOME = 16  # finished samples of a prompt length that weigh as much as all other samples together
@@ -28,17 +31,18 @@ class LengthForecast:
     Keeps, for each bin of output lengths, how many samples came to it and how many of these ended there. Samples that
     still run, or were cut off by their limit, count as far as they came; without them the first samples to finish,
     which are the short ones, would make all look short. Nothing is assumed to end before half of
-    `MEAN_UNTIL_KNOWN`; from there on, where nothing was seen, a sample is expected to last as long again as it has.
+    `MEAN_UNTIL_KNOWN`; from there on, where nothing was seen, samples are expected to end as often as they did on the
+    way there from half that length, or, where that is unknown too, to last as long again as they have.
     """
 
     def __init__(self, longest: int) -> None:
-        self.edges = geometric(longest, 16)  # (num_bins + 1,) output tokens
+        self.edges = geometric(longest, OCTAVE)  # (num_bins + 1,) output tokens
         num_bins = len(self.edges) - 1
         self._bin_of = np.repeat(np.arange(num_bins), np.diff(self.edges))  # tokens -> bin
         self._stopped = np.zeros(num_bins)  # samples that ended by themselves, by their last token
         self._cut = np.zeros((2, num_bins))  # samples cut off by their limit, and their tokens within the last bin
         self._running = np.zeros((2, num_bins))  # the same for those that run
-        self._by_octave = np.zeros((2, 64))  # for each octave of prompt lengths: samples, output tokens
+        self._by_octave = np.zeros((64, 2))  # for each octave of prompt lengths: samples, output tokens
         self._num_learned = 0.0
         self._num_in_table = -1.0
         self._rate = np.zeros(num_bins)  # of ending, for each token
@@ -51,8 +55,11 @@ class LengthForecast:
         if stopped:
             self._stopped[last] += 1
         else:
-            self._cut[:, last] += 1, num_output - self.edges[last]
-        self._by_octave[:, num_prompt.bit_length()] += 1, num_output
+            self._cut[0, last] += 1
+            self._cut[1, last] += num_output - self.edges[last]
+        octave = self._by_octave[num_prompt.bit_length()]
+        octave[0] += 1
+        octave[1] += num_output
         self._num_learned += 1
         if self._num_learned >= MEMORY:
             self._stopped /= 2
@@ -75,8 +82,8 @@ class LengthForecast:
         Where prompts of about this length gave more or less than others, so is it expected of this one.
         """
         mean = float(self.remaining(np.zeros(1, np.int64), np.array([room]))[0])
-        count, tokens = self._by_octave[:, num_prompt.bit_length()]
-        all_count, all_tokens = self._by_octave.sum(1)
+        count, tokens = self._by_octave[num_prompt.bit_length()]
+        all_count, all_tokens = self._by_octave.sum(0)
         if all_tokens:
             overall = all_tokens / all_count
             mean *= (tokens + SOME * overall) / (count + SOME) / overall
@@ -88,7 +95,7 @@ class LengthForecast:
         expected: FloatArray = self._left(produced) - self.survival(produced, room) * self._left(produced + room)
         return np.clip(expected, 0.0, room)
 
-    def survival(self, produced: npt.NDArray[np.integer], more: npt.NDArray[np.integer]) -> FloatArray:
+    def survival(self, produced: npt.NDArray[Any], more: npt.NDArray[np.integer]) -> FloatArray:
         """The chance that a sample gives `more` tokens and goes on, after `produced`; the shapes broadcast."""
         self._refresh()
         before = np.interp(produced, self.edges, self._hazard)
@@ -115,7 +122,13 @@ class LengthForecast:
         cut, within = self._cut + self._running
         last = cut + self._stopped
         came = last.sum() - np.cumsum(last) + self._stopped + within / widths  # samples, those cut off as a part
-        assumed = np.where(starts >= MEAN_UNTIL_KNOWN // 2, -np.expm1(-2.0 * widths / np.maximum(starts, 2)), 0.0)
+        seen = np.cumsum(came * widths)  # tokens given
+        ends = np.cumsum(self._stopped)
+        seen[OCTAVE:] -= seen[:-OCTAVE].copy()
+        ends[OCTAVE:] -= ends[:-OCTAVE].copy()
+        unseen = np.where(starts >= MEAN_UNTIL_KNOWN // 2, 2.0 / np.maximum(starts, 2), 0.0)  # ends for each token
+        assumed = unseen * (ends + 1) / (unseen * seen + 1)  # where little was seen, go on as in the octave before
+        assumed = -np.expm1(-np.minimum(assumed, 1.0) * widths)
         ended = (self._stopped + PRIOR * assumed) / (came + PRIOR)
         self._rate = np.maximum(-np.log1p(-ended) / widths, 1e-9)
         np.cumsum(self._rate * widths, out=self._hazard[1:])

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from batchgen.engine.blocks import BlockManager
+from batchgen.engine.curve import KVCurve
+from batchgen.engine.forecast import LengthForecast
 from batchgen.engine.sequence import Sequence, TextStream
 from batchgen.engine.step import EngineSettings, IntArray, SlotStart, StepPlan, StepResult
 from batchgen.types import Completion, InFlight, Request, RowError
 
-MEAN_UNTIL_KNOWN = 256  # expected output tokens before enough rows have finished to tell
-KNOWN_AFTER = 16  # finished samples
+LEARN_EVERY = 32  # steps between two looks at what running samples show of output lengths
+RECENT = 128  # tokens of a slot that are kept in an array before its sample takes them over
 SMALLEST_STEP = 8  # tokens; a step of one row and no more tokens than this cannot be made smaller to any use
 GROW_AFTER = 256  # good steps after which a budget that was halved doubles
 
@@ -90,8 +92,10 @@ class Scheduler:
         self._good_steps = 0
         self._watermark = max(1, settings.num_blocks // 100)
         self._steps = 0
-        self._num_finished = 0
-        self._output_of_finished = 0
+        self._forecast = LengthForecast(settings.max_model_len)
+        self._curve = KVCurve(self._forecast, settings.max_model_len)
+        self._learn_at = 0  # step
+        self._refused = False  # the pool had no room for the next sample, and nothing has changed that since
         self._stats = EngineStats(kv_blocks_total=settings.num_blocks)
         # Per slot, (max_num_seqs,)
         self._scheduled = np.zeros(settings.max_num_seqs, np.int32)  # positions computed or in flight
@@ -101,6 +105,11 @@ class Scheduler:
         self._shared = np.zeros(settings.max_num_seqs, np.int32)  # of these, found in the cache at admission
         self._prompt = np.zeros(settings.max_num_seqs, np.int32)
         self._certain = np.zeros(settings.max_num_seqs, np.bool_)  # nothing but the limit can end it
+        self._by_token = np.zeros(settings.max_num_seqs, np.bool_)  # its sample must look at every token
+        self._live = np.zeros(settings.max_num_seqs, np.bool_)  # it is in _running
+        self._known = np.zeros(settings.max_num_seqs, np.int32)  # tokens known
+        self._recent = np.zeros((settings.max_num_seqs, RECENT), np.int32)  # the last of these, not in `tokens` yet
+        self._num_recent = np.zeros(settings.max_num_seqs, np.int32)
         self._pending = np.zeros(settings.max_num_seqs, np.int32)  # steps in flight that hold it
 
     # -- what goes in and comes out -----------------------------------------------------------------------------
@@ -153,6 +162,8 @@ class Scheduler:
 
     def snapshot(self) -> list[InFlight]:
         """The output so far of every unfinished sample that has any."""
+        for sequence in self._running.values():
+            self._hand_over(sequence)
         unfinished = [*self._running.values(), *self._waiting]
         return [InFlight(s.request.key, s.sample, s.output()) for s in unfinished if s.num_output > 0]
 
@@ -238,11 +249,10 @@ class Scheduler:
 
     def _append_blocks(self, decodes: IntArray, draft: _Draft) -> None:
         growing = decodes[self._scheduled[decodes] >= self._capacity[decodes]]
-        for slot in growing.tolist():
+        for slot, block in zip(growing.tolist(), self.blocks.allocate(len(growing)), strict=True):
             block_ids = self._running[slot].block_ids
-            new = self.blocks.allocate(1)
-            draft.block_appends.append((slot, len(block_ids), new))
-            block_ids.extend(new)
+            draft.block_appends.append((slot, len(block_ids), [block]))
+            block_ids.append(block)
         self._capacity[growing] += self.settings.block_size
 
     def _continue_prefills(self, draft: _Draft, budget: int) -> int:
@@ -256,6 +266,9 @@ class Scheduler:
 
     def _admit(self, draft: _Draft, budget: int) -> None:
         """Start waiting samples in order, as long as tokens, slots and blocks last."""
+        if not self._waiting or not self._free_slots or self._refused or budget <= 0:
+            return
+        self._look_ahead()
         while (
             self._waiting
             and budget > 0
@@ -273,6 +286,7 @@ class Scheduler:
             need = num_blocks - len(hits)
             left = self.blocks.num_free - need - self.blocks.count_free(hits)
             if left < 0 or (self._running and not (left >= self._watermark and self._fits(sequence, need, left))):
+                self._refused = True
                 break
             self._waiting.popleft()
             self._enter_slot(sequence, hits, need, draft)
@@ -289,27 +303,22 @@ class Scheduler:
                 hits.append(block)
         return hits
 
-    def _fits(self, sequence: Sequence, need: int, left: int) -> bool:
-        """Whether the pool holds all running samples and this one up to their expected ends.
-
-        Samples end one after the other, the one with the least left first. Just before one ends, those still running
-        have all grown by what it had left; the highest of these moments must fit.
-        """
-        block_size = self.settings.block_size
+    def _look_ahead(self) -> None:
+        """What those that run will hold, for `_fits`."""
         slots = self._running_slots()
-        room = np.append(self._limit[slots] - self._total[slots], sequence.limit - len(sequence.tokens))
-        produced = np.append(self._total[slots] - self._prompt[slots], sequence.num_output)
-        certain = np.append(self._certain[slots], sequence.ends_at_limit)
-        own = np.append(self._capacity[slots] - self._shared[slots], need * block_size)
-        mean = self._output_of_finished / self._num_finished if self._num_finished >= KNOWN_AFTER else MEAN_UNTIL_KNOWN
-        guess = np.maximum(mean - produced, mean / 4)
-        remaining = np.where(certain, room, np.minimum(room, guess))
-        order = np.argsort(-remaining)
-        alive = np.arange(1, len(order) + 1)
-        pool = self.settings.num_blocks * block_size
-        used_by_all = pool - left * block_size - own.sum()  # shared prefixes: counted once, never given back
-        peak = used_by_all + (np.cumsum(own[order]) + alive * remaining[order]).max()
-        return bool(peak <= pool)
+        produced = self._total[slots] - self._prompt[slots]
+        certain = self._certain[slots]
+        if self._steps >= self._learn_at:
+            self._learn_at = self._steps + LEARN_EVERY
+            self._curve.learn(produced[~certain])
+        own = self._capacity[slots] - self._shared[slots]  # shared prefixes: counted once, never given back
+        self._curve.start(produced, self._limit[slots] - self._total[slots], own, certain)
+
+    def _fits(self, sequence: Sequence, need: int, left: int) -> bool:
+        """Whether the pool will hold all running samples and this one, which leaves `left` blocks free now."""
+        size = self.settings.block_size
+        room = sequence.limit - len(sequence.tokens)
+        return self._curve.admit(sequence.num_output, room, need * size, sequence.ends_at_limit, left * size)
 
     def _add_chunk(self, sequence: Sequence, draft: _Draft, budget: int) -> int:
         """Put the next chunk of its known tokens into the plan; what it fills can be shared from here on, because
@@ -327,12 +336,15 @@ class Scheduler:
         """Make the blocks filled by computing [start, end) findable."""
         if not self.settings.prefix_cache:
             return []
-        size = self.settings.block_size
-        return [
-            sequence.block_ids[index]
-            for index in range(start // size, end // size)
-            if self.blocks.register(sequence.block_ids[index], sequence.block_hash(index, size))
-        ]
+        first, last = start // self.settings.block_size, end // self.settings.block_size
+        if first == last:
+            return []
+        sequence.block_hash(last - 1, self.settings.block_size)
+        filled = zip(sequence.block_ids[first:last], sequence.hashes[first:last], strict=True)
+        new = [block for block, block_hash in filled if self.blocks.register(block, block_hash)]
+        if new:
+            self._refused = False  # the next sample may begin with these
+        return new
 
     # -- samples and slots --------------------------------------------------------------------------------------
 
@@ -349,6 +361,10 @@ class Scheduler:
         self._capacity[slot] = len(sequence.block_ids) * size
         self._prompt[slot] = sequence.num_prompt
         self._certain[slot] = sequence.ends_at_limit
+        self._by_token[slot] = not sequence.ends_at_eos
+        self._live[slot] = True
+        self._known[slot] = num_tokens
+        self._num_recent[slot] = 0
         self._pending[slot] = 0
         draft.slot_starts.append(
             SlotStart(
@@ -369,14 +385,24 @@ class Scheduler:
 
     def _leave_slot(self, sequence: Sequence) -> None:
         """Out of the running ones; slot and blocks go back when no step in flight holds them."""
+        self._hand_over(sequence)
         del self._running[sequence.slot]
+        self._live[sequence.slot] = False
         self._slots_cache = None
         if self._pending[sequence.slot]:
             self._ended.append(sequence)
         else:
             self._release(sequence)
 
+    def _hand_over(self, sequence: Sequence) -> None:
+        """Give a running sample its recent tokens, which end nothing."""
+        slot = sequence.slot
+        if self._num_recent[slot]:
+            sequence.extend(self._recent[slot, : self._num_recent[slot]])
+            self._num_recent[slot] = 0
+
     def _release(self, sequence: Sequence) -> None:
+        self._refused = False
         self.blocks.free(sequence.block_ids)
         sequence.block_ids = []
         self._free_slots.append(sequence.slot)
@@ -385,6 +411,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the head of the queue with all its tokens. What it computed stays findable until it is overwritten;
         only now is output worth hashing."""
+        self._hand_over(sequence)
         sequence.num_computed = int(self._scheduled[sequence.slot])
         self._register(sequence, 0, sequence.num_computed)
         self._leave_slot(sequence)
@@ -421,33 +448,49 @@ class Scheduler:
         assert plan.step == result.step, f"step {result.step} came back, {plan.step} was the oldest in flight"
         self._stats.steps += 1
         self._pending[plan.slots] -= 1
-        slots = plan.slots[plan.samples].tolist()
-        broken = set() if result.finite.all() else {slots[i] for i in np.flatnonzero(~result.finite).tolist()}
-        num_accepted = 0
-        for slot, token_id in zip(slots, result.token_ids.tolist(), strict=True):
-            sequence = self._running.get(slot)
-            if sequence is None:
-                continue  # it ended while this step was in flight
-            if slot in broken:
-                for block in sequence.block_ids:  # attention may carry NaN to earlier tokens of its chunk (0 * NaN)
-                    self.blocks.forget(block)
-                self._leave_slot(sequence)
-                self._complete(sequence, _nonfinite(sequence))
-                continue
-            num_accepted += 1
-            sequence.finish = sequence.accept(token_id)
-            if sequence.finish is not None:
-                self._leave_slot(sequence)
-                self._complete(sequence)
-                self._num_finished += 1
-                self._output_of_finished += sequence.num_output
-        self._stats.output_tokens += num_accepted
+        slots = plan.slots[plan.samples]
+        live = self._live[slots]  # the others ended while this step was in flight
+        if not result.finite.all():
+            for slot in slots[live & ~result.finite].tolist():
+                self._end_broken(self._running[slot])
+            live &= result.finite
+        self._take_in(slots[live], result.token_ids[live])
         self._release_ended()
         self._good_steps += 1
         if self._good_steps >= GROW_AFTER and self._budget < self.settings.max_batch_tokens:
             self._budget = min(2 * self._budget, self.settings.max_batch_tokens)
             self._good_steps = 0
         return self.take_finished()
+
+    def _take_in(self, slots: IntArray, token_ids: IntArray) -> None:
+        """The next token of each of these. Only those that may end are looked at one by one."""
+        self._stats.output_tokens += len(slots)
+        places = self._num_recent[slots]
+        self._recent[slots, places] = token_ids
+        self._num_recent[slots] = places + 1
+        self._known[slots] += 1
+        looked_at = (
+            self._by_token[slots] | (places + 1 == self._recent.shape[1]) | (self._known[slots] >= self._limit[slots])
+        )
+        for eos in self._eos_token_ids:
+            looked_at |= (token_ids == eos) & ~self._certain[slots]
+        for slot, token_id in zip(slots[looked_at].tolist(), token_ids[looked_at].tolist(), strict=True):
+            sequence = self._running[slot]
+            self._num_recent[slot] -= 1
+            self._hand_over(sequence)
+            sequence.finish = sequence.accept(token_id)
+            if sequence.finish is not None:
+                self._leave_slot(sequence)
+                self._complete(sequence)
+                if not sequence.ends_at_limit:
+                    stopped = sequence.finish[0] == "stop"
+                    self._forecast.learn(sequence.num_prompt, sequence.num_output, stopped=stopped)
+
+    def _end_broken(self, sequence: Sequence) -> None:
+        for block in sequence.block_ids:  # attention may carry NaN to earlier tokens of its chunk (0 * NaN)
+            self.blocks.forget(block)
+        self._leave_slot(sequence)
+        self._complete(sequence, _nonfinite(sequence))
 
     def retreat(self, plan: StepPlan) -> None:
         """The newest step did not fit into memory and never happened; all older ones are collected.

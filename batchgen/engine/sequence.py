@@ -58,6 +58,7 @@ class Sequence:
 
     __slots__ = (
         "_eos",
+        "_hasher",
         "_stop_ids",
         "_stop_strings",
         "block_ids",
@@ -91,6 +92,7 @@ class Sequence:
         self.slot = -1
         self.block_ids: list[int] = []
         self.hashes: list[bytes] = []
+        self._hasher = hashlib.blake2b(digest_size=16)  # of all blocks in `hashes`
         self.num_computed = -1
         self._eos: frozenset[int] = frozenset() if sampling.ignore_eos else eos_token_ids
         self._stop_ids = self._eos.union(sampling.stop_token_ids) if sampling.stop_token_ids else self._eos
@@ -116,6 +118,15 @@ class Sequence:
     def output(self) -> TokenIds:
         return np.array(self.tokens[self.num_prompt :], np.int32)
 
+    @property
+    def ends_at_eos(self) -> bool:
+        """True where nothing but its limit and the model's EOS can end it."""
+        return self._stop_strings is None and self._stop_ids is self._eos
+
+    def extend(self, token_ids: TokenIds) -> None:
+        """Append output tokens that are known to end nothing."""
+        self.tokens.frombytes(np.ascontiguousarray(token_ids, np.int32).tobytes())
+
     def accept(self, token_id: int) -> Finish | None:
         """Append the next output token; says how it ends the sample, if it does."""
         self.tokens.append(token_id)
@@ -132,9 +143,7 @@ class Sequence:
     def block_hash(self, index: int, block_size: int) -> bytes:
         """The hash of full block `index` and all before it: equal hashes mean equal tokens from position 0 on."""
         hashes = self.hashes
-        while len(hashes) <= index:
-            start = len(hashes) * block_size
-            digest = hashlib.blake2b(hashes[-1] if hashes else b"", digest_size=16)
-            digest.update(self.tokens[start : start + block_size])
-            hashes.append(digest.digest())
+        for start in range(len(hashes) * block_size, (index + 1) * block_size, block_size):
+            self._hasher.update(self.tokens[start : start + block_size])
+            hashes.append(self._hasher.digest())
         return hashes[index]
