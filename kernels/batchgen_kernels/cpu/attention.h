@@ -22,7 +22,6 @@
 // numbers a lane of the pool holds, PER_STEP how many Left elements one lane takes, STRIDE elements from row to row.
 
 struct Single {  // float32
-    typedef float Number;
     typedef float Left;
     typedef Floats Right;
     static constexpr int PER_LANE = 1, PER_STEP = 1, STRIDE = MAX_DIM;
@@ -36,7 +35,10 @@ struct Single {  // float32
             for (int v = 0; v < V; ++v) sums[r][v] = fma(x, right[v], sums[r][v]);
         }
     }
-    static inline void pack(const Number* from, int n, Left* to) { std::memcpy(to, from, n * sizeof(Number)); }
+    template <class T>
+    static inline void pack(const T* from, int n, Left* to) {
+        for (int i = 0; i < n; i += W) store(to + i, read(from + i, n - i));
+    }
     static inline void pack(Floats first, Floats second, Left* to) {
         store(to, first);
         store(to + W, second);
@@ -45,7 +47,6 @@ struct Single {  // float32
 
 #if BG_LEVEL >= 3
 struct Pairs {  // bfloat16 by the pairwise dot product
-    typedef uint16_t Number;
     typedef uint32_t Left;
     typedef __m512bh Right;
     static constexpr int PER_LANE = 2, PER_STEP = 1, STRIDE = MAX_DIM / 2;
@@ -59,12 +60,14 @@ struct Pairs {  // bfloat16 by the pairwise dot product
             for (int v = 0; v < V; ++v) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], x, right[v]);
         }
     }
-    static inline void pack(const Number* from, int n, Left* to) { std::memcpy(to, from, n * sizeof(Number)); }
+    static inline void pack(const uint16_t* from, int n, Left* to) { std::memcpy(to, from, n * sizeof(uint16_t)); }
+    static inline void pack(const float* from, int n, Left* to) {
+        for (int i = 0; i < n; i += W) store(reinterpret_cast<uint16_t*>(to) + i, halves(read(from + i, n - i)));
+    }
     static inline void pack(Floats first, Floats second, Left* to) { store(to, _mm512_cvtne2ps_pbh(second, first)); }
 };
 #else
 struct Pairs {  // bfloat16 widened: a lane's low half is its first number, its high half the second
-    typedef uint16_t Number;
     typedef float Left;
     typedef Lanes Right;
     static constexpr int PER_LANE = 2, PER_STEP = 2, STRIDE = MAX_DIM;
@@ -84,7 +87,8 @@ struct Pairs {  // bfloat16 widened: a lane's low half is its first number, its 
             }
         }
     }
-    static inline void pack(const Number* from, int n, Left* to) {
+    template <class T>
+    static inline void pack(const T* from, int n, Left* to) {
         for (int i = 0; i < n; i += W) store(to + i, read(from + i, n - i));
     }
     static inline void pack(Floats first, Floats second, Left* to) {
@@ -187,23 +191,29 @@ __attribute__((noinline)) void accumulate(const Run<typename E::Left>* runs, int
 
 // Which query rows and which keys a work item is about. A row here counts from the item's first.
 struct Item {
-    int sequence, kv_head, first, rows, group, start, past, window;
+    int sequence, kv_head, first, rows, begin, end, group, window;
+    const int32_t* tokens;
 
     Item(const Attention& a, const int32_t* item)
         : sequence(item[0]),
           kv_head(item[1]),
           first(item[2]),
           rows(item[3]),
+          begin(item[4]),
+          end(item[5]),
           group(a.num_heads / a.num_kv_heads),
-          start(a.query_starts[sequence]),
-          past(a.context_lens[sequence] - (a.query_starts[sequence + 1] - start)),
-          window(a.window) {}
+          window(a.window),
+          tokens(a.tokens) {}
 
-    int token(int row) const { return start + (first + row) / group; }
+    int place(int row) const { return (first + row) / group; }
+    int token(int row) const { return tokens[2 * place(row)]; }
     int head(int row) const { return kv_head * group + (first + row) % group; }
     int keys_begin(int row) const { return window > 0 ? std::max(0, keys_end(row) - window) : 0; }
-    int keys_end(int row) const { return past + (first + row) / group + 1; }  // its own key included
-    int tiles_begin() const { return keys_begin(0) / KEY_TILE * KEY_TILE; }
+    int keys_end(int row) const { return end ? end : tokens[2 * place(row) + 1]; }
+    int tiles_begin() const { return begin ? begin : keys_begin(0) / KEY_TILE * KEY_TILE; }
+    float* state(const Attention& a, int row) const {
+        return a.states + (static_cast<long>(place(row)) * a.num_heads + head(row)) * state_floats(a.head_dim);
+    }
 
     // The blocks of the tile of keys at `base`, each a pointer to this KV head's keys and values.
     int find_blocks(const Attention& a, long lanes, int base, const uint32_t** blocks) const {
@@ -327,7 +337,6 @@ struct Tile {  // up to ROWS query rows against one tile of keys
 
 template <class E>
 void attention(const Attention& a, const int32_t* item_words, const int32_t* next_words) {
-    typedef typename E::Number Number;
     const Item item(a, item_words);
     const int dim = a.head_dim, width = padded(dim), block = a.block_size, steps = dim / E::PER_LANE;
     const long lanes = head_lanes(block, dim, E::PER_LANE == 2), block_keys = static_cast<long>(block) * steps;
@@ -339,12 +348,22 @@ void attention(const Attention& a, const int32_t* item_words, const int32_t* nex
     float peaks[MAX_ROWS];
     Tile<E> tile;
     for (int r = 0; r < item.rows; ++r) {
-        const Number* query = static_cast<const Number*>(a.query);
-        E::pack(query + item.token(r) * a.query_token + item.head(r) * a.query_head, dim, queries + r * E::STRIDE);
-        sums[r] = Floats{};
-        peaks[r] = -1e30f;  // finite, so that a tile without a key for this row changes nothing
+        const long query = item.token(r) * a.query_token + item.head(r) * a.query_head;
+        if (a.bf16)
+            E::pack(static_cast<const uint16_t*>(a.query) + query, dim, queries + r * E::STRIDE);
+        else
+            E::pack(static_cast<const float*>(a.query) + query, dim, queries + r * E::STRIDE);
+        if (item.begin) {
+            const float* state = item.state(a, r);
+            sums[r] = load<Floats>(state);
+            peaks[r] = state[16];
+            std::memcpy(outputs + r * width, state + 32, sizeof(float) * width);
+        } else {
+            sums[r] = Floats{};
+            peaks[r] = -1e30f;  // finite, so that a tile without a key for this row changes nothing
+            std::memset(outputs + r * width, 0, sizeof(float) * width);
+        }
     }
-    std::memset(outputs, 0, sizeof(float) * item.rows * width);
 
     const int parts = (item.rows + ROWS - 1) / ROWS;
     const int keys_end = item.keys_end(item.rows - 1);
@@ -379,9 +398,21 @@ void attention(const Attention& a, const int32_t* item_words, const int32_t* nex
         }
     }
     for (int r = 0; r < item.rows; ++r) {
-        const long row = static_cast<long>(item.token(r)) * a.num_heads + item.head(r);
-        Number* out = static_cast<Number*>(a.out) + row * dim;
+        if (item.end) {
+            float* state = item.state(a, r);
+            store(state, sums[r]);
+            state[16] = peaks[r];
+            std::memcpy(state + 32, outputs + r * width, sizeof(float) * width);
+            continue;
+        }
+        const long out = (static_cast<long>(item.token(r)) * a.num_heads + item.head(r)) * dim;
         const Floats share = splat(1.0f / total(sums[r]));
-        for (int d = 0; d < dim; d += W) write(out + d, load<Floats>(outputs + r * width + d) * share, dim - d);
+        for (int d = 0; d < dim; d += W) {
+            const Floats result = load<Floats>(outputs + r * width + d) * share;
+            if (a.bf16)
+                write(static_cast<uint16_t*>(a.out) + out + d, result, dim - d);
+            else
+                write(static_cast<float*>(a.out) + out + d, result, dim - d);
+        }
     }
 }
