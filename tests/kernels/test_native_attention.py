@@ -140,23 +140,21 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_in_chunks_and_decoded(
     assert torch.equal(alone, torch.cat(parts))
 
 
-# Sequences behind each other's prefixes: (length, whose prefix, blocks of it). The lengths of prefixes are odd: none,
-# short of a tile of 128 keys, one tile, several, one inside the other.
+# Sequences behind each other's prefixes: (length, whose prefix, tokens of it), some one inside the other.
 FAMILY = [
-    *((700, None, 0), (650, 0, 600), (663, 0, 600), (640, 1, 632), (700, 1, 632), (645, 3, 640), (699, 0, 384)),
-    *((300, None, 0), (300, 7, 256), (290, 7, 272), (270, 7, 100), (150, None, 0), (130, 11, 128), (129, 11, 128)),
+    *((700, None, 0), (650, 0, 560), (663, 0, 600), (850, 1, 576), (700, 1, 576), (870, 3, 800), (699, 0, 384)),
+    *((300, None, 0), (300, 7, 256), (290, 7, 256), (270, 7, 100), (190, None, 0), (180, 11, 128), (170, 11, 128)),
 ]
 
 
 def family(ops: cpu.Ops | ModuleType, model: Model) -> Cache:
     """A cache of FAMILY in which all but the last 30 tokens of each sequence are written."""
     cache = Cache(ops, model, [length for length, _, _ in FAMILY])
-    for sequence, (length, parent, tokens) in enumerate(FAMILY):
-        shared = tokens // model.block_size
+    for sequence, (length, parent, shared) in enumerate(FAMILY):
+        blocks = shared // model.block_size
         if parent is not None:
-            cache.table[sequence, :shared] = cache.table[parent, :shared]
-            cache.tokens[sequence][: shared * model.block_size] = cache.tokens[parent][: shared * model.block_size]
-        cache.step([(sequence, shared * model.block_size, max(shared * model.block_size, length - 30))])
+            cache.table[sequence, :blocks] = cache.table[parent, :blocks]
+        cache.step([(sequence, blocks * model.block_size, length - 30)])
     return cache
 
 
@@ -170,9 +168,8 @@ def decodes(back: int) -> list[tuple[int, int, int]]:
 def test_shared_prefixes_equal_the_twin_and_change_no_bit(ops: cpu.Ops, model: Model, dtype: torch.dtype) -> None:
     model = Model(**{**vars(model), "dtype": dtype})
     fast, plain = family(ops, model), family(reference, model)
-    ragged = [(s, a - 3 * (s % 4), b) for s, a, b in decodes(1)] + [(6, 600, 650)]
-    starting = {s: FAMILY[s][0] - 30 for s in range(len(FAMILY))}
-    for chunks in (decodes(30), [(s, starting[s] + 1, b) for s, _, b in ragged[:-1]], decodes(1)):
+    ragged = [(s, end - 1 - s % 4 - 50 * (s == 6), end) for s, _, end in decodes(20)]
+    for chunks in (decodes(30), ragged, decodes(1)):
         (_, out), (_, wanted) = fast.step(chunks, padding=2), plain.step(chunks, padding=2)
         torch.testing.assert_close(out, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
         assert torch.equal(out, fast.step(chunks, padding=2, share=False)[1])
@@ -201,7 +198,9 @@ def test_shared_prefixes_are_read_once(ops: cpu.Ops) -> None:
     for s, _, end in chunks:
         bounds = [0, *(b for _, b in together[s])]
         assert together[s] == list(zip(bounds, bounds[1:], strict=False)) and bounds[-1] == end
-    assert together[5] == [(0, 384), (384, 512), (512, 645)]
+    assert together[5] == [(0, 384), (384, 512), (512, 768), (768, 870)]
+    assert together[6] == [(0, 384), (384, 699)]
+    assert together[10] == [(0, 270)]
     assert together[8] == [(0, 256), (256, 300)]
 
 
