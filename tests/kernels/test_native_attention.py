@@ -125,6 +125,22 @@ def test_ragged_batch_equals_twin(ops: cpu.Ops, model: Model, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model", [MODELS[1], MODELS[3], MODELS[5], MODELS[8]], ids=str)
+def test_pool_of_another_dtype_than_the_model(ops: cpu.Ops, model: Model, dtype: torch.dtype) -> None:
+    other = torch.bfloat16 if dtype == torch.float32 else torch.float32
+    model = Model(**{**vars(model), "dtype": dtype, "kv_dtype": other})
+    fast, plain = family(ops, model), family(reference, model)
+    for chunks in (decodes(30), [(s, end - 4, end) for s, _, end in decodes(20)]):
+        (states, out), (wanted_states, wanted) = fast.step(chunks, padding=2), plain.step(chunks, padding=2)
+        assert states.dtype == out.dtype == dtype and fast.pool.dtype == other
+        torch.testing.assert_close(states, wanted_states, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype] / 2)
+        # the widest rounding is that of queries to the pool's dtype, where it has a dot product of its own
+        tolerance = 3e-2 if dtype == torch.bfloat16 or ops.isa == "avx512_bf16" else 2e-5
+        torch.testing.assert_close(out, wanted, atol=tolerance, rtol=tolerance)
+        assert not out[-2:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 100])
 def test_a_row_has_the_same_bits_alone_in_a_batch_in_chunks_and_decoded(
     ops: cpu.Ops, dtype: torch.dtype, window: int | None
@@ -260,7 +276,11 @@ def test_items_cover_every_row_once(ops: cpu.Ops) -> None:
     seen = [(s, h, row) for s, h, first, rows, _, _ in items.rows.tolist() for row in range(first, first + rows)]
     owners = [0] + [2] * 299 + [3] * 7
     assert sorted(seen) == sorted((owners[row // 5], h, row) for row in range(307 * 5) for h in range(2))
-    assert items.tokens.tolist() == [[0, 90], *([1 + t, 12 + t] for t in range(299)), *([300 + t, 1 + t] for t in range(7))]
+    assert items.tokens.tolist() == [
+        [0, 90],
+        *([1 + t, 12 + t] for t in range(299)),
+        *([300 + t, 1 + t] for t in range(7)),
+    ]
     assert items.rows[:, 3].max() <= 48
 
 
