@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -213,7 +214,7 @@ def test_shared_prefixes_are_read_once(ops: cpu.Ops) -> None:
     together = read(table)
     for s, _, end in chunks:
         bounds = [0, *(b for _, b in together[s])]
-        assert together[s] == list(zip(bounds, bounds[1:], strict=False)) and bounds[-1] == end
+        assert together[s] == list(itertools.pairwise(bounds)) and bounds[-1] == end
     assert together[5] == [(0, 384), (384, 512), (512, 768), (768, 870)]
     assert together[6] == [(0, 384), (384, 699)]
     assert together[10] == [(0, 270)]

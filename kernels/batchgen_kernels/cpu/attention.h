@@ -340,13 +340,13 @@ struct Tile {  // up to ROWS query rows against one tile of keys
         }
         const float before = peak;
         peak = std::max(before, largest(best) * factor);
-        const Floats change = exp2(splat(before - peak));
+        const Floats change = exp2_below_128(splat(before - peak));
         decay[r] = change[0];
         Floats added = sum * change;
         for (int v = first; v < end; v += 2) {
             Floats weight[2] = {};
             for (int i = 0; i < 2 && v + i < end; ++i) {
-                weight[i] = exp2(fma(load<Floats>(row + (v + i) * W), splat(factor), splat(-peak)));
+                weight[i] = exp2_below_128(fma(load<Floats>(row + (v + i) * W), splat(factor), splat(-peak)));
                 added += weight[i];
             }
             E::pack(weight[0], weight[1], weights + r * E::STRIDE + v * W * E::PER_STEP / E::PER_LANE);
