@@ -60,15 +60,12 @@ def attention_items(
     # themselves: for them reading is not what takes the time.
     if block_table is not None and window is None:
         short = np.flatnonzero((lengths > 0) & (lengths * group < QUERY_ROWS) & (past >= KEY_TILE))
-        sharing, prefixes = find_prefixes(block_table[short], past[short] // KEY_TILE, KEY_TILE // block_size)
-        if len(prefixes):
-            num_sharing = len(sharing)
-            alone = np.ones(len(lengths), np.bool_)
-            alone[short[sharing]] = False
-            order = np.concatenate((short[sharing], np.flatnonzero(alone)))
-            for left, right, _, end, phase in prefixes:  # inner ones come later
-                begins[left:right] = end * KEY_TILE
-                phases[left:right] = phase + 1
+        sharing, done, prefixes = find_prefixes(block_table[short], past[short] // KEY_TILE, KEY_TILE // block_size)
+        num_sharing = len(sharing)
+        alone = np.ones(len(lengths), np.bool_)
+        alone[short[sharing]] = False
+        order = np.concatenate((short[sharing], np.flatnonzero(alone)))
+        begins[:num_sharing], phases[:num_sharing] = done[:, 0] * KEY_TILE, done[:, 1]
 
     lengths, past = lengths[order], past[order]
     places = np.zeros(len(order) + 1, np.int64)  # of a sequence's first token in `tokens`
@@ -115,11 +112,12 @@ def find_prefixes(
     block_table: IntArray,  # (num_rows, max_blocks)
     tiles: IntArray,  # (num_rows,) tiles of each row's keys that may be shared
     blocks_per_tile: int,
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The rows that share a prefix, so ordered that those of a prefix are neighbours, and the prefixes: (num, 5) of
-    (first, end) in that order, (begin, end) in tiles and phase. Of prefixes one in the other the outer comes first.
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The rows that may share a prefix, so ordered that those of a prefix are neighbours; for each of them (tiles that
+    it shares, phase after that); and the prefixes: (num, 5) of (first, end) in that order, (begin, end) in tiles and
+    phase.
     """
-    nothing = np.empty(0, np.int64), np.empty((0, 5), np.int64)
+    nothing = np.empty(0, np.int64), np.empty((0, 2), np.int64), np.empty((0, 5), np.int64)
     rows = np.flatnonzero(tiles > 0)
     if len(rows) < MIN_SEQUENCES:
         return nothing
@@ -139,20 +137,21 @@ def find_prefixes(
 
     # All longest runs of rows with a depth in common, by a stack of those that are still open.
     runs: list[tuple[int, int, int]] = []  # depth, first row, end
-    opened: list[tuple[int, int]] = []  # depth, first row
-    for end, depth in enumerate([*common.tolist(), 0], start=1):
-        start = end - 1
-        while opened and opened[-1][0] > depth:
-            deeper, start = opened.pop()
-            runs.append((deeper, start, end))
-        if depth and (not opened or opened[-1][0] < depth):
-            opened.append((depth, start))
+    opened = [(0, 0)]  # depth, first row
+    changes = np.flatnonzero(np.diff(common, prepend=0, append=0))
+    for row, depth in zip(changes.tolist(), [*common[changes[:-1]].tolist(), 0], strict=True):
+        first = row
+        while opened[-1][0] > depth:
+            deeper, first = opened.pop()
+            runs.append((deeper, first, row + 1))
+        if opened[-1][0] < depth:
+            opened.append((depth, first))
     done, phase = [0] * len(rows), [0] * len(rows)
     prefixes = []
-    for depth, start, end in sorted(runs):
+    for depth, start, end in sorted(runs):  # the outer before the inner
         begin = done[start]
         if end - start >= MIN_SEQUENCES and (end - start - 1) * (depth - begin) >= MIN_TILES_SAVED:
             prefixes.append((start, end, begin, depth, phase[start]))
             done[start:end] = [depth] * (end - start)
             phase[start:end] = [phase[start] + 1] * (end - start)
-    return (rows, np.array(prefixes, np.int64)) if prefixes else nothing
+    return (rows, np.array([done, phase]).T, np.array(prefixes)) if prefixes else nothing
