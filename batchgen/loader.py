@@ -93,11 +93,6 @@ class Model:
         dtype = DTYPES[self.dtype]
         kv_dtype = dtype if spec.kv_dtype == "auto" else DTYPES[spec.kv_dtype]
         backend = make_backend(spec, ops)
-        if kv_dtype != dtype and backend.name == CpuAttention.name:
-            raise ConfigError(
-                f"engine.kv_dtype: {spec.kv_dtype} beside a model in {self.dtype}: not supported yet on a CPU; leave "
-                "it out, or use engine.attention: reference, which is slow"
-            )
         self._refuse_without_memory()
         decoder = registry.build(
             self._checkpoint,

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+from batchgen_kernels import cpu as native
 from batchgen_kernels import reference as ops
+from batchgen_kernels.cpu.items import Items
 from simulated import EOS, Letters, SimulatedRunner, check, make
 from test_scheduler import request as simulated_request
 from tiny import tiny_model
 from transformers import PreTrainedModel
 
+from batchgen.attention.base import AttentionBackend
+from batchgen.attention.cpu import CpuAttention
 from batchgen.attention.reference import ReferenceBackend
 from batchgen.engine import forecast
 from batchgen.engine.engine import Engine
@@ -39,10 +44,17 @@ class Model:
         self.reference: PreTrainedModel = tiny_model(folder)
         self._checkpoint = open_checkpoint(folder)
 
-    def engine(self, *, depth: int = 1, vocab_limit: int = VOCAB, **settings: object) -> tuple[Engine, Decoder]:
+    def engine(
+        self,
+        *,
+        depth: int = 1,
+        vocab_limit: int = VOCAB,
+        backend: AttentionBackend | None = None,
+        **settings: object,
+    ) -> tuple[Engine, Decoder]:
         sizes = {"max_num_seqs": 64, "max_batch_tokens": 512, "num_blocks": 512, "max_model_len": 128, **settings}
-        resolved = EngineSettings(block_size=4, **sizes)  # type: ignore[arg-type]
-        backend = ReferenceBackend(4)
+        backend = backend or ReferenceBackend(4)
+        resolved = EngineSettings(block_size=backend.block_size, **sizes)  # type: ignore[arg-type]
         decoder = registry.build(
             self._checkpoint, dtype=torch.float32, backend=backend, max_model_len=resolved.max_model_len, ops=ops
         )
@@ -124,6 +136,42 @@ def test_greedy_tokens_are_those_of_transformers(
     assert (stats.cached_tokens > 0) == shape.get("prefix_cache", True)
     assert stats.prompt_tokens == sum(map(len, prompts))
     assert stats.output_tokens == sum(map(len, greedy))
+
+
+@pytest.mark.parametrize("shape", [{}, {"max_batch_tokens": 90, "depth": 2}], ids=["whole", "chunks"])
+def test_a_prefix_read_once_for_all_rows_changes_no_token(model: Model, shape: dict[str, int]) -> None:
+    """Rows behind 300 tokens in common, half of them behind 280 more: attended together, alone, and in plain torch."""
+    kernels = native.load()
+    if kernels is None:
+        pytest.skip("the native ops were not built")
+    rng = np.random.default_rng(1)
+    outer, inner = rng.integers(3, VOCAB, 300), rng.integers(3, VOCAB, 280)
+    own = [rng.integers(3, VOCAB, 3 + 5 * number) for number in range(8)]
+    prompts = [np.concatenate([outer, inner, p] if number % 2 else [outer, p]) for number, p in enumerate(own)]
+    made: list[Items] = []
+
+    class Ops(native.Ops):
+        share = True
+
+        def attention_items(self, starts: torch.Tensor, lens: torch.Tensor, table: object, *a: Any, **k: Any) -> Items:
+            made.append(super().attention_items(starts, lens, table if self.share else None, *a, **k))  # type: ignore[arg-type]
+            return made[-1]
+
+    def tokens(backend: AttentionBackend) -> list[list[int]]:
+        engine, _ = model.engine(backend=backend, max_num_seqs=8, max_model_len=700, **shape)
+        run(engine, [row(99, prompts[1][:590].astype(np.int32), max_tokens=1)])  # leaves both prefixes in the cache
+        made.clear()
+        done = run(engine, [row(number, prompt.astype(np.int32)) for number, prompt in enumerate(prompts)])
+        return [done[number, 0].token_ids.tolist() for number in range(len(prompts))]
+
+    together = Ops(kernels._library, native.ISAS.index(kernels.isa))
+    shared = tokens(CpuAttention(together, 16))
+    assert max(len(items.phases) - 1 for items in made) == 3  # outer, inner, own
+    assert max(items.num_shared for items in made) >= len(prompts)
+    together.share = False
+    assert tokens(CpuAttention(together, 16)) == shared
+    assert not any(items.num_shared for items in made)
+    assert tokens(ReferenceBackend(16)) == shared
 
 
 def test_drawn_tokens_do_not_depend_on_batch_chunks_or_preemption(model: Model, prompts: list[np.ndarray]) -> None:

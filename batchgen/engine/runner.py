@@ -92,15 +92,18 @@ class Runner:
         last_tokens = query_starts[1:][plan.samples] - 1  # (num_samples,)
         sample_rows = np.zeros(bucket(len(last_tokens)), np.int64)  # padding repeats the first token
         sample_rows[: len(last_tokens)] = last_tokens
-        sample_slots = np.full(len(sample_rows), -1, np.int64)
-        sample_slots[: len(last_tokens)] = slot_mapping[last_tokens]
-        sample_metadata = _metadata(
-            np.arange(len(last_tokens) + 1, dtype=np.int32),
-            context_lens[plan.samples],
-            block_table[plan.samples],
-            sample_slots,
-            1,
-        )
+        if num_tokens == len(last_tokens):  # nothing but decodes: the last layer's work is the others'
+            sample_metadata = metadata
+        else:
+            sample_slots = np.full(len(sample_rows), -1, np.int64)
+            sample_slots[: len(last_tokens)] = slot_mapping[last_tokens]
+            sample_metadata = _metadata(
+                np.arange(len(last_tokens) + 1, dtype=np.int32),
+                context_lens[plan.samples],
+                block_table[plan.samples],
+                sample_slots,
+                1,
+            )
         logits = self._decoder.forward(
             self._input_ids(plan, query_starts, padded),
             torch.from_numpy(positions),

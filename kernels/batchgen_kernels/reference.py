@@ -40,7 +40,7 @@ def rope_and_write(
     block_size: int,
     interleaved: bool = False,
 ) -> None:
-    """Rotate query and key in place, in float32, and write key and value to their slots."""
+    """Rotate query and key in place, in float32, and write key and value to their slots, in the pool's dtype."""
     for states in (query, key):
         rotary = states[..., : 2 * cos.shape[1]]
         if interleaved:
@@ -56,34 +56,32 @@ def rope_and_write(
     slots = slot_mapping[written]
     blocks, offsets = slots // block_size, slots % block_size
     pages = _keys_and_values(pool, block_size, key.shape[2])
-    pages[blocks, :, 0, offsets] = key[written]
-    pages[blocks, :, 1, offsets] = value[written]
+    pages[blocks, :, 0, offsets] = key[written].to(pool.dtype)
+    pages[blocks, :, 1, offsets] = value[written].to(pool.dtype)
 
 
 def attention_items(
     query_starts: torch.Tensor,  # (num_seqs + 1,) int32
     context_lens: torch.Tensor,  # (num_seqs,) int32
+    block_table: torch.Tensor | None,  # (num_seqs, max_blocks) int32
     num_heads: int,
     num_kv_heads: int,
+    *,
+    block_size: int,
     window: int | None = None,
-) -> torch.Tensor:
-    """(num_items, 4) int32: how attention over a step is cut up, to be computed once for all layers alike.
-
-    An item is (sequence, KV head, first row, rows); row r of a sequence is query head r % group of the group of that
-    KV head, at the sequence's token r / group. The twin takes a sequence whole.
+) -> list[tuple[int, int, int]]:
+    """How attention over a step is cut up, to be computed once for all layers alike; what it holds is the business of
+    the ops that it was made by. The twin takes a sequence whole: (first token, end, keys of the last one).
     """
-    rows = (query_starts[1:] - query_starts[:-1]) * (num_heads // num_kv_heads)
-    items = [(s, h, 0, int(n)) for s, n in enumerate(rows) for h in range(num_kv_heads) if n > 0]
-    return torch.tensor(items, dtype=torch.int32).view(-1, 4)
+    starts = query_starts.tolist()
+    return list(zip(starts, starts[1:], context_lens.tolist(), strict=False))
 
 
 def paged_attention(
     query: torch.Tensor,  # (num_tokens, num_heads, head_dim)
     pool: torch.Tensor,
     block_table: torch.Tensor,  # (num_seqs, max_blocks) int32
-    query_starts: torch.Tensor,  # (num_seqs + 1,) int32
-    context_lens: torch.Tensor,  # (num_seqs,) int32
-    items: torch.Tensor,
+    items: list[tuple[int, int, int]],
     *,
     block_size: int,
     scale: float,
@@ -92,26 +90,24 @@ def paged_attention(
 ) -> torch.Tensor:
     """Causal attention over the pool, softmax in float32 -> (num_tokens, num_heads, head_dim).
 
-    A query sees the `window` keys up to its own. Rows behind query_starts[-1] come out zero.
+    A query sees the `window` keys up to its own. Rows behind the items' last token come out zero. The pool may be of
+    another dtype than the query, which is also the output's.
     """
     num_heads, head_dim = query.shape[1:]
     group = num_heads // pool.shape[1]
     out = torch.zeros(query.shape, dtype=query.dtype)
     pages = _keys_and_values(pool, block_size, head_dim)
-    for sequence, kv_head, first, count in items.tolist():
-        start, end = query_starts[sequence : sequence + 2].tolist()
-        context = int(context_lens[sequence])
-        blocks = block_table[sequence, : (context + block_size - 1) // block_size].long()
-        keys, values = pages[blocks, kv_head].transpose(0, 1).reshape(2, -1, head_dim)[:, :context].float()
-        rows = torch.arange(first, first + count)
-        tokens, heads = start + rows // group, kv_head * group + rows % group
-        scores = query[tokens, heads].float() @ keys.T * scale  # (rows, context)
+    for table, (start, end, context) in zip(block_table, items, strict=True):
+        blocks = table[: (context + block_size - 1) // block_size].long()
+        used = pages[blocks].permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :context]
+        keys, values = used.float().repeat_interleave(group, dim=1)  # (num_heads, context, head_dim)
+        scores = query[start:end].float().transpose(0, 1) @ keys.mT * scale  # (num_heads, tokens, context)
         if soft_cap is not None:
             scores = torch.tanh(scores / soft_cap) * soft_cap
-        behind = (context - end + tokens)[:, None] - torch.arange(context)
+        behind = torch.arange(context - (end - start), context)[:, None] - torch.arange(context)
         hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)
         weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
-        out[tokens, heads] = (weights @ values).to(query.dtype)
+        out[start:end] = (weights @ values).transpose(0, 1).to(query.dtype)
     return out
 
 

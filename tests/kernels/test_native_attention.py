@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -27,6 +28,7 @@ class Model:
     soft_cap: float | None = None
     block_size: int = 32
     dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype | None = None
 
 
 class Cache:
@@ -40,12 +42,14 @@ class Cache:
         for row, ids in zip(self.table, order.split(blocks), strict=True):
             row[: len(ids)] = ids
         shape = ops.pool_shape(sum(blocks), model.num_kv_heads, model.head_dim, model.block_size)
-        self.pool = torch.full(shape, fill, dtype=model.dtype)
+        self.pool = torch.full(shape, fill, dtype=model.kv_dtype or model.dtype)
         width = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         generator = torch.Generator().manual_seed(5)
         self.tokens = [torch.randn(n, width, generator=generator).to(model.dtype) for n in lengths]
 
-    def step(self, chunks: list[tuple[int, int, int]], padding: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(
+        self, chunks: list[tuple[int, int, int]], padding: int = 0, share: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Feed (sequence, first, end) of some sequences -> rotated queries and keys, and the attention's output."""
         model = self.model
         fused = torch.cat([self.tokens[s][a:b] for s, a, b in chunks] + [torch.ones(padding, self.tokens[0].shape[1])])
@@ -66,13 +70,20 @@ class Cache:
         )
         starts = torch.tensor([0] + [b - a for _, a, b in chunks]).cumsum(0).int()
         context = torch.tensor([b for _, _, b in chunks], dtype=torch.int32)
-        items = self.ops.attention_items(starts, context, model.num_heads, model.num_kv_heads, model.window)
+        table = self.table[[s for s, _, _ in chunks]]
+        items = self.ops.attention_items(
+            starts,
+            context,
+            table if share else None,
+            model.num_heads,
+            model.num_kv_heads,
+            block_size=size,
+            window=model.window,
+        )
         out = self.ops.paged_attention(
             query,
             self.pool,
-            self.table[[s for s, _, _ in chunks]],
-            starts,
-            context,
+            table,
             items,
             block_size=size,
             scale=model.head_dim**-0.5,
@@ -115,6 +126,22 @@ def test_ragged_batch_equals_twin(ops: cpu.Ops, model: Model, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model", [MODELS[1], MODELS[3], MODELS[5], MODELS[8]], ids=str)
+def test_pool_of_another_dtype_than_the_model(ops: cpu.Ops, model: Model, dtype: torch.dtype) -> None:
+    other = torch.bfloat16 if dtype == torch.float32 else torch.float32
+    model = Model(**{**vars(model), "dtype": dtype, "kv_dtype": other})
+    fast, plain = family(ops, model), family(reference, model)
+    for chunks in (decodes(30), [(s, end - 4, end) for s, _, end in decodes(20)]):
+        (states, out), (wanted_states, wanted) = fast.step(chunks, padding=2), plain.step(chunks, padding=2)
+        assert states.dtype == out.dtype == dtype and fast.pool.dtype == other
+        torch.testing.assert_close(states, wanted_states, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype] / 2)
+        # the widest rounding is that of queries to the pool's dtype, where it has a dot product of its own
+        tolerance = 3e-2 if dtype == torch.bfloat16 or ops.isa == "avx512_bf16" else 2e-5
+        torch.testing.assert_close(out, wanted, atol=tolerance, rtol=tolerance)
+        assert not out[-2:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 100])
 def test_a_row_has_the_same_bits_alone_in_a_batch_in_chunks_and_decoded(
     ops: cpu.Ops, dtype: torch.dtype, window: int | None
@@ -128,6 +155,83 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_in_chunks_and_decoded(
     parts += [chunked.step([(2, p - 129, p - 128), (0, p, p + 1)])[1][1:] for p in range(129, 205)]
     assert torch.equal(alone, batched)
     assert torch.equal(alone, torch.cat(parts))
+
+
+# Sequences behind each other's prefixes: (length, whose prefix, tokens of it), some one inside the other.
+FAMILY = [
+    *((700, None, 0), (650, 0, 560), (663, 0, 600), (850, 1, 576), (700, 1, 576), (870, 3, 800), (699, 0, 384)),
+    *((300, None, 0), (300, 7, 256), (290, 7, 256), (270, 7, 100), (190, None, 0), (180, 11, 128), (170, 11, 128)),
+]
+
+
+def family(ops: cpu.Ops | ModuleType, model: Model) -> Cache:
+    """A cache of FAMILY in which all but the last 30 tokens of each sequence are written."""
+    cache = Cache(ops, model, [length for length, _, _ in FAMILY])
+    for sequence, (length, parent, shared) in enumerate(FAMILY):
+        blocks = shared // model.block_size
+        if parent is not None:
+            cache.table[sequence, :blocks] = cache.table[parent, :blocks]
+        cache.step([(sequence, blocks * model.block_size, length - 30)])
+    return cache
+
+
+def decodes(back: int) -> list[tuple[int, int, int]]:
+    """Chunks of one token of each of FAMILY, `back` tokens before its end, out of order."""
+    return [(s, FAMILY[s][0] - back, FAMILY[s][0] - back + 1) for s in (3, 7, 0, 9, 1, 13, 4, 8, 2, 5, 10, 12, 6, 11)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model", [m for m in MODELS if m.head_dim < 200 and m.window != 1], ids=str)
+def test_shared_prefixes_equal_the_twin_and_change_no_bit(ops: cpu.Ops, model: Model, dtype: torch.dtype) -> None:
+    model = Model(**{**vars(model), "dtype": dtype})
+    fast, plain = family(ops, model), family(reference, model)
+    ragged = [(s, end - 1 - s % 4 - 50 * (s == 6), end) for s, _, end in decodes(20)]
+    for chunks in (decodes(30), ragged, decodes(1)):
+        (_, out), (_, wanted) = fast.step(chunks, padding=2), plain.step(chunks, padding=2)
+        torch.testing.assert_close(out, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        assert torch.equal(out, fast.step(chunks, padding=2, share=False)[1])
+
+
+def test_shared_prefixes_are_read_once(ops: cpu.Ops) -> None:
+    cache = family(ops, Model(num_heads=6, num_kv_heads=2))
+    chunks = decodes(1)
+    table = cache.table[[s for s, _, _ in chunks]]
+    starts, context = torch.arange(len(chunks) + 1).int(), torch.tensor([end for _, _, end in chunks]).int()
+
+    def read(block_table: torch.Tensor | None) -> dict[int, list[tuple[int, int]]]:
+        """For each sequence the ranges of keys that its one row goes over, in order; once in each range."""
+        items = ops.attention_items(starts, context, block_table, 6, 2, block_size=32)
+        ranges: dict[int, list[tuple[int, int]]] = {s: [] for s, _, _ in chunks}
+        for p in range(len(items.phases) - 1):
+            for _, head, first, rows, begin, end in items.rows[items.phases[p] : items.phases[p + 1]].tolist():
+                for row in range(first, first + rows):
+                    token, keys = items.tokens[row // 3].tolist()
+                    if head == 1 and row % 3 == 2:
+                        ranges[chunks[token][0]].append((begin, end or keys))
+        return ranges
+
+    assert read(None) == {s: [(0, end)] for s, _, end in chunks}
+    together = read(table)
+    for s, _, end in chunks:
+        bounds = [0, *(b for _, b in together[s])]
+        assert together[s] == list(itertools.pairwise(bounds)) and bounds[-1] == end
+    assert together[5] == [(0, 384), (384, 512), (512, 768), (768, 870)]
+    assert together[6] == [(0, 384), (384, 699)]
+    assert together[10] == [(0, 270)]
+    assert together[8] == [(0, 256), (256, 300)]
+
+
+def test_what_a_row_reads_alone_is_not_shared(ops: cpu.Ops) -> None:
+    """Keys of the chunk itself are not, nor what lies behind a window, nor chunks that fill a tile by themselves."""
+
+    def phases(past: int, length: int, window: int | None = None) -> int:
+        table = torch.zeros(3, 20, dtype=torch.int32)
+        table[:, 10:] = 1 + torch.arange(30).view(3, 10)
+        starts, context = (length * torch.arange(4)).int(), torch.full((3,), past + length, dtype=torch.int32)
+        return len(ops.attention_items(starts, context, table, 6, 2, block_size=32, window=window).phases) - 1
+
+    assert phases(300, 1) == phases(128, 15) == 2
+    assert phases(127, 1) == phases(300, 16) == phases(300, 1, window=1000) == 1
 
 
 def test_threads_change_nothing(ops: cpu.Ops) -> None:
@@ -169,21 +273,24 @@ def test_large_scores_do_not_overflow(ops: cpu.Ops) -> None:
 def test_items_cover_every_row_once(ops: cpu.Ops) -> None:
     starts = torch.tensor([0, 1, 1, 300, 307], dtype=torch.int32)
     context = torch.tensor([90, 5, 310, 7], dtype=torch.int32)
-    items = ops.attention_items(starts, context, 10, 2, window=16)
-    seen = [(s, h, row) for s, h, first, rows in items.tolist() for row in range(first, first + rows)]
-    lengths = [1, 0, 299, 7]
-    assert sorted(seen) == [(s, h, row) for s in range(4) for h in range(2) for row in range(lengths[s] * 5)]
-    assert items[:, 3].max() <= 48
+    items = ops.attention_items(starts, context, None, 10, 2, block_size=32, window=16)
+    seen = [(s, h, row) for s, h, first, rows, _, _ in items.rows.tolist() for row in range(first, first + rows)]
+    owners = [0] + [2] * 299 + [3] * 7
+    assert sorted(seen) == sorted((owners[row // 5], h, row) for row in range(307 * 5) for h in range(2))
+    assert items.tokens.tolist() == [
+        [0, 90],
+        *([1 + t, 12 + t] for t in range(299)),
+        *([300 + t, 1 + t] for t in range(7)),
+    ]
+    assert items.rows[:, 3].max() <= 48
 
 
 def test_empty_batch(ops: cpu.Ops) -> None:
     starts = torch.zeros(1, dtype=torch.int32)
     none = torch.zeros(0, dtype=torch.int32)
-    items = ops.attention_items(starts, none, 6, 2)
+    items = ops.attention_items(starts, none, none.view(0, 1), 6, 2, block_size=32)
     pool = torch.zeros(ops.pool_shape(1, 2, 32, 32))
-    out = ops.paged_attention(
-        torch.ones(4, 6, 32), pool, none.view(0, 1), starts, none, items, block_size=32, scale=1.0
-    )
+    out = ops.paged_attention(torch.ones(4, 6, 32), pool, none.view(0, 1), items, block_size=32, scale=1.0)
     assert out.shape == (4, 6, 32) and not out.any()
 
 
@@ -194,11 +301,12 @@ def test_wrong_tensors_are_named(ops: cpu.Ops) -> None:
         ops.pool_shape(1, 1, 32, 48)
     pool = torch.zeros(ops.pool_shape(2, 2, 32, 32))
     starts, context = torch.tensor([0, 2], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
-    table, items = torch.zeros(1, 1, dtype=torch.int32), ops.attention_items(starts, context, 6, 2)
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    items = ops.attention_items(starts, context, table, 6, 2, block_size=32)
     query = torch.ones(2, 6, 32)
 
     def attend(**changes: object) -> None:
-        given = {"query": query, "pool": pool, "block_table": table, "query_starts": starts, "context_lens": context}
+        given = {"query": query, "pool": pool, "block_table": table}
         ops.paged_attention(**{**given, "items": items, "block_size": 32, "scale": 1.0, **changes})  # type: ignore[arg-type]
 
     with pytest.raises(ValueError, match="query: expected float32 or bfloat16"):
@@ -207,8 +315,10 @@ def test_wrong_tensors_are_named(ops: cpu.Ops) -> None:
         attend(pool=pool[:, :, :-1])
     with pytest.raises(ValueError, match=r"query: expected a contiguous last dimension"):
         attend(query=torch.ones(2, 32, 6).transpose(1, 2))
-    with pytest.raises(ValueError, match=r"context_lens: expected torch.int32 \(1,\) on the CPU, got torch.int64"):
-        attend(context_lens=context.long())
+    with pytest.raises(ValueError, match=r"block_table: expected torch.int32 \(1, 1\) on the CPU, got torch.int64"):
+        attend(block_table=table.long())
+    with pytest.raises(ValueError, match="query: expected at least the 2 tokens of the items, got 1"):
+        attend(query=query[:1])
     with pytest.raises(ValueError, match="num_heads 7: expected a multiple of the 2 KV heads"):
         attend(query=torch.ones(2, 7, 32))
     with pytest.raises(ValueError, match="window 0"):

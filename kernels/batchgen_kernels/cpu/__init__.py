@@ -12,23 +12,20 @@ import math
 import mmap
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from batchgen_kernels import reference
+from batchgen_kernels.cpu.items import Items, attention_items
 
 ISAS = ("portable", "avx2", "avx512", "avx512_bf16")  # by level
 BLOCK_SIZES = (16, 32, 64, 128)  # what divides the tile of keys
 MAX_HEAD_DIM = 256
-_INTERFACE = 2  # bg_interface() of the ops.cpp that belongs to this file
-_QUERY_ROWS = 48  # of one item at most: MAX_ROWS there
-_REGISTER_ROWS = 6  # ROWS there
-_KEY_TILE = 128  # KEY_TILE there
+_INTERFACE = 3  # bg_interface() of the ops.cpp that belongs to this file
 _LINEAR_ROWS = 8  # LINEAR_ROWS there at most
 _FLAGS = {torch.float32: 0, torch.bfloat16: 1}
 _SIGNATURES = {  # i int, l long, f float, p pointer
-    "bg_attention": "iiipllpppl" + "ppp" + "liiii" + "ffi" + "ll",
-    "bg_rope_and_write": "iii" + "pll" * 3 + "ppplp" + "iiiiii",
+    "bg_attention": "iiii" + "pllpppl" + "plppip" + "iiii" + "ffi" + "l",
+    "bg_rope_and_write": "iiii" + "pll" * 3 + "ppplp" + "iiiiii",
     "bg_rms_norm": "iiipllppl" + "pliif",
     "bg_gate": "iiiiplpli",
     "bg_gumbel": "iippppli",
@@ -149,7 +146,7 @@ class Ops:
         block_size: int,
         interleaved: bool = False,
     ) -> None:
-        bf16, dtype = _flag("query", query), query.dtype
+        bf16, pool_bf16, dtype = _flag("query", query), _flag("pool", pool), query.dtype
         num_tokens, num_heads, head_dim = query.shape
         num_blocks, num_kv_heads, _ = pool.shape
         half = cos.shape[1]
@@ -159,13 +156,14 @@ class Ops:
         _check_contiguous("cos", cos, torch.float32, (num_tokens, half))
         _check_contiguous("sin", sin, torch.float32, (num_tokens, half))
         _check_contiguous("slot_mapping", slot_mapping, torch.int64, (num_tokens,))
-        _check_contiguous("pool", pool, dtype, self.pool_shape(num_blocks, num_kv_heads, head_dim, block_size))
+        _check_contiguous("pool", pool, pool.dtype, self.pool_shape(num_blocks, num_kv_heads, head_dim, block_size))
         if 2 * half > head_dim:
             raise ValueError(f"cos: expected at most {head_dim // 2} columns for head_dim {head_dim}, got {half}")
         self._library.bg_rope_and_write(
             self._level,
             torch.get_num_threads(),
             bf16,
+            pool_bf16,
             query.data_ptr(),
             query.stride(0),
             query.stride(1),
@@ -192,68 +190,57 @@ class Ops:
         self,
         query_starts: torch.Tensor,  # (num_seqs + 1,) int32
         context_lens: torch.Tensor,  # (num_seqs,) int32
+        block_table: torch.Tensor | None,  # (num_seqs, max_blocks) int32; without it nothing is shared
         num_heads: int,
         num_kv_heads: int,
+        *,
+        block_size: int,
         window: int | None = None,
-    ) -> torch.Tensor:
-        """(num_items, 4) int32 as the twin's, cut into tiles of rows and sorted by cost, the dearest first."""
-        starts, context = query_starts.numpy(), context_lens.numpy()
-        group = num_heads // num_kv_heads
-        lengths = np.diff(starts)
-        rows = lengths * group
-        tiles = -(-rows // _QUERY_ROWS)
-        # Even tiles of whole register tiles, rather than full ones and a small rest.
-        height = -(-rows // (np.maximum(tiles, 1) * _REGISTER_ROWS)) * _REGISTER_ROWS
-        sequence = np.repeat(np.arange(len(rows)), tiles)
-        index = np.arange(len(sequence)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
-        first = index * height[sequence]
-        count = np.minimum(height[sequence], rows[sequence] - first)
-        sequence, first, count = (a[count > 0] for a in (sequence, first, count))
-        past = (context - lengths)[sequence]
-        keys = past + (first + count - 1) // group + 1
-        if window is not None:
-            keys = np.minimum(keys, count // group + window + _KEY_TILE)
-        order = np.argsort(-keys * (count + 4), kind="stable")  # reading a key costs about what 4 rows of it cost
-        items = np.empty((len(order), num_kv_heads, 4), dtype=np.int32)
-        items[:, :, 0] = sequence[order, None]
-        items[:, :, 1] = np.arange(num_kv_heads)
-        items[:, :, 2] = first[order, None]
-        items[:, :, 3] = count[order, None]
-        return torch.from_numpy(items.reshape(-1, 4))
+    ) -> Items:
+        """As the twin's, cut into tiles of rows and sorted by cost; what sequences share comes first, once for all."""
+        return attention_items(
+            query_starts.numpy(),
+            context_lens.numpy(),
+            None if block_table is None else block_table.numpy(),
+            num_heads,
+            num_kv_heads,
+            window,
+            block_size,
+            torch.get_num_threads(),
+        )
 
     def paged_attention(
         self,
         query: torch.Tensor,  # (num_tokens, num_heads, head_dim)
         pool: torch.Tensor,
         block_table: torch.Tensor,  # (num_seqs, max_blocks) int32
-        query_starts: torch.Tensor,  # (num_seqs + 1,) int32
-        context_lens: torch.Tensor,  # (num_seqs,) int32
-        items: torch.Tensor,
+        items: Items,
         *,
         block_size: int,
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
     ) -> torch.Tensor:
-        bf16, dtype = _flag("query", query), query.dtype
+        bf16, pool_bf16 = _flag("query", query), _flag("pool", pool)
         num_tokens, num_heads, head_dim = query.shape
         num_blocks, num_kv_heads, _ = pool.shape
         num_seqs, max_blocks = block_table.shape
-        _check("query", query, dtype, (num_tokens, num_heads, head_dim))
-        _check_contiguous("pool", pool, dtype, self.pool_shape(num_blocks, num_kv_heads, head_dim, block_size))
+        _check("query", query, query.dtype, (num_tokens, num_heads, head_dim))
+        _check_contiguous("pool", pool, pool.dtype, self.pool_shape(num_blocks, num_kv_heads, head_dim, block_size))
         _check("block_table", block_table, torch.int32, (num_seqs, max_blocks))
-        _check_contiguous("query_starts", query_starts, torch.int32, (num_seqs + 1,))
-        _check_contiguous("context_lens", context_lens, torch.int32, (num_seqs,))
-        _check_contiguous("items", items, torch.int32, (items.shape[0], 4))
         if num_heads % num_kv_heads:
             raise ValueError(f"num_heads {num_heads}: expected a multiple of the {num_kv_heads} KV heads")
         if scale <= 0 or (window is not None and window <= 0) or (soft_cap is not None and soft_cap <= 0):
             raise ValueError(f"scale {scale}, window {window}, soft_cap {soft_cap}: expected positive numbers")
-        out = torch.empty(query.shape, dtype=dtype)
+        if len(items.tokens) > num_tokens:
+            raise ValueError(f"query: expected at least the {len(items.tokens)} tokens of the items, got {num_tokens}")
+        out = torch.empty(query.shape, dtype=query.dtype)
+        states = torch.empty(items.num_shared * num_heads * (32 + (head_dim + 15) // 16 * 16))
         self._library.bg_attention(
             self._level,
             torch.get_num_threads(),
             bf16,
+            pool_bf16,
             query.data_ptr(),
             query.stride(0),
             query.stride(1),
@@ -261,10 +248,12 @@ class Ops:
             pool.data_ptr(),
             block_table.data_ptr(),
             block_table.stride(0),
-            query_starts.data_ptr(),
-            context_lens.data_ptr(),
-            items.data_ptr(),
-            items.shape[0],
+            items.tokens.ctypes.data,
+            len(items.tokens),
+            items.rows.ctypes.data,
+            items.phases.ctypes.data,
+            len(items.phases) - 1,
+            states.data_ptr(),
             num_heads,
             num_kv_heads,
             head_dim,
@@ -272,7 +261,6 @@ class Ops:
             scale,
             soft_cap or 0.0,
             window or 0,
-            num_seqs,
             num_tokens,
         )
         return out

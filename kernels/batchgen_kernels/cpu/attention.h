@@ -18,25 +18,64 @@
 
 // ---- the product: rows x vectors of sums ------------------------------------------------------------------------
 
-// How one broadcast element of a row meets a vector of lanes. `Left` is what rows are packed as, PER_LANE how many
-// numbers a lane of the pool holds, PER_STEP how many Left elements one lane takes, STRIDE elements from row to row.
+// Keeps a vector in its register: the compiler would rather load it again for every row.
+template <class V>
+inline V pinned(V v) {
+#if BG_LEVEL >= 2
+    asm("" : "+v"(v));
+#elif BG_LEVEL == 1
+    asm("" : "+x"(v));
+#endif
+    return v;
+}
 
-struct Single {  // float32
-    typedef float Number;
-    typedef float Left;
-    typedef Floats Right;
-    static constexpr int PER_LANE = 1, PER_STEP = 1, STRIDE = MAX_DIM;
+// With AVX2, few rows (one of a decode) leave registers for wider tiles, where rows rather than vectors are held: six
+// sums would wait for each other.
+constexpr bool few(int rows) { return BG_LEVEL == 1 && rows <= 3; }
+constexpr int vectors_of(int rows) { return few(rows) ? 4 : VECTORS; }
 
-    template <int R, int V>
-    static inline void step(Floats (&sums)[R][V], const Left* left, const Right (&right)[V]) {
+// sums += broadcast elements of R rows x the V vectors that right(v) loads.
+template <int R, int V, class Left, class Load>
+inline void multiply_add(Floats (&sums)[R][V], const Left* left, int stride, const Load& right) {
+    if constexpr (few(R)) {
+        Floats x[R];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) x[r] = splat(left[r * stride]);
+#pragma GCC unroll 8
+        for (int v = 0; v < V; ++v) {
+            const Floats y = pinned(right(v));
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) sums[r][v] = fma(x[r], y, sums[r][v]);
+        }
+    } else {
+        Floats y[V];
+#pragma GCC unroll 8
+        for (int v = 0; v < V; ++v) y[v] = pinned(right(v));
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            const Floats x = splat(left[r * STRIDE]);
+            const Floats x = splat(left[r * stride]);
 #pragma GCC unroll 8
-            for (int v = 0; v < V; ++v) sums[r][v] = fma(x, right[v], sums[r][v]);
+            for (int v = 0; v < V; ++v) sums[r][v] = fma(x, y[v], sums[r][v]);
         }
     }
-    static inline void pack(const Number* from, int n, Left* to) { std::memcpy(to, from, n * sizeof(Number)); }
+}
+
+// How one broadcast element of a row meets V vectors of lanes, at from(v). `Left` is what rows are packed as, PER_LANE
+// how many numbers a lane of the pool holds, PER_STEP how many Left elements one lane takes, STRIDE elements from row
+// to row.
+
+struct Single {  // float32
+    typedef float Left;
+    static constexpr int PER_LANE = 1, PER_STEP = 1, STRIDE = MAX_DIM;
+
+    template <int R, int V, class From>
+    static inline void step(Floats (&sums)[R][V], const Left* left, const From& from) {
+        multiply_add(sums, left, STRIDE, [&](int v) { return load<Floats>(from(v)); });
+    }
+    template <class T>
+    static inline void pack(const T* from, int n, Left* to) {
+        for (int i = 0; i < n; i += W) store(to + i, read(from + i, n - i));
+    }
     static inline void pack(Floats first, Floats second, Left* to) {
         store(to, first);
         store(to + W, second);
@@ -45,46 +84,46 @@ struct Single {  // float32
 
 #if BG_LEVEL >= 3
 struct Pairs {  // bfloat16 by the pairwise dot product
-    typedef uint16_t Number;
     typedef uint32_t Left;
-    typedef __m512bh Right;
     static constexpr int PER_LANE = 2, PER_STEP = 1, STRIDE = MAX_DIM / 2;
 
-    template <int R, int V>
-    static inline void step(Floats (&sums)[R][V], const Left* left, const Right (&right)[V]) {
+    template <int R, int V, class From>
+    static inline void step(Floats (&sums)[R][V], const Left* left, const From& from) {
+        __m512bh y[V];
+#pragma GCC unroll 8
+        for (int v = 0; v < V; ++v) y[v] = pinned(load<__m512bh>(from(v)));
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            const Right x = (Right)splat(left[r * STRIDE]);
+            const __m512bh x = (__m512bh)splat(left[r * STRIDE]);
 #pragma GCC unroll 8
-            for (int v = 0; v < V; ++v) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], x, right[v]);
+            for (int v = 0; v < V; ++v) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], x, y[v]);
         }
     }
-    static inline void pack(const Number* from, int n, Left* to) { std::memcpy(to, from, n * sizeof(Number)); }
+    static inline void pack(const uint16_t* from, int n, Left* to) { std::memcpy(to, from, n * sizeof(uint16_t)); }
+    static inline void pack(const float* from, int n, Left* to) {
+        for (int i = 0; i < n; i += W) store(reinterpret_cast<uint16_t*>(to) + i, halves(read(from + i, n - i)));
+    }
     static inline void pack(Floats first, Floats second, Left* to) { store(to, _mm512_cvtne2ps_pbh(second, first)); }
 };
 #else
 struct Pairs {  // bfloat16 widened: a lane's low half is its first number, its high half the second
-    typedef uint16_t Number;
     typedef float Left;
-    typedef Lanes Right;
     static constexpr int PER_LANE = 2, PER_STEP = 2, STRIDE = MAX_DIM;
 
-    template <int R, int V>
-    static inline void step(Floats (&sums)[R][V], const Left* left, const Right (&right)[V]) {
-#pragma GCC unroll 2
-        for (int half = 0; half < 2; ++half) {
-            Floats wide[V];
-#pragma GCC unroll 8
-            for (int v = 0; v < V; ++v) wide[v] = (Floats)(half ? right[v] & 0xffff0000u : right[v] << 16);
-#pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) {
-                const Floats x = splat(left[r * STRIDE + half]);
-#pragma GCC unroll 8
-                for (int v = 0; v < V; ++v) sums[r][v] = fma(x, wide[v], sums[r][v]);
-            }
-        }
+    template <int R, int V, class From>
+    static inline void step(Floats (&sums)[R][V], const Left* left, const From& from) {
+        multiply_add(sums, left, STRIDE, [&](int v) { return (Floats)(load<Lanes>(from(v)) << 16); });
+        multiply_add(sums, left + 1, STRIDE, [&](int v) { return high(load<Lanes>(from(v))); });
     }
-    static inline void pack(const Number* from, int n, Left* to) {
+    static inline Floats high(Lanes lanes) {
+#if BG_LEVEL == 1
+        return (Floats)(pinned(lanes >> 16) << 16);  // no register is left for a mask
+#else
+        return (Floats)(lanes & 0xffff0000u);
+#endif
+    }
+    template <class T>
+    static inline void pack(const T* from, int n, Left* to) {
         for (int i = 0; i < n; i += W) store(to + i, read(from + i, n - i));
     }
     static inline void pack(Floats first, Floats second, Left* to) {
@@ -110,20 +149,6 @@ inline void list_pieces(const uint32_t* const* blocks, int count, const uint32_t
         for (int b = 0; b < count && i < LEAD; ++b) pieces[i++] = blocks[b] + offset;
 }
 
-// Loads the V vectors of a step, into registers: the compiler would rather read them again for every row.
-template <class Right, int V, class From>
-inline void load_right(Right (&right)[V], const From& from) {
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) {
-        right[v] = load<Right>(from(v));
-#if BG_LEVEL >= 2
-        asm("" : "+v"(right[v]));
-#elif BG_LEVEL == 1
-        asm("" : "+x"(right[v]));
-#endif
-    }
-}
-
 // out[r][v * W ...] = the scores of R rows with V vectors of keys. `pieces` are read next; null where another row's
 // product has fetched everything already.
 template <class E, int R, int V>
@@ -138,9 +163,7 @@ __attribute__((noinline)) void score(const typename E::Left* left, const uint32_
             else
                 for (int v = 0; v < V; v += 16 / W) __builtin_prefetch(keys[v] + (k + LEAD) * stride);
         }
-        typename E::Right right[V];
-        load_right(right, [&](int v) { return keys[v] + k * stride; });
-        E::template step<R, V>(sums, left + k * E::PER_STEP, right);
+        E::step(sums, left + k * E::PER_STEP, [&](int v) { return keys[v] + k * stride; });
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
@@ -172,9 +195,7 @@ __attribute__((noinline)) void accumulate(const Run<typename E::Left>* runs, int
         for (int k = 0; k < runs[i].steps; ++k) {
             if (pieces)
                 for (read += stride; (piece + 1) * PIECE <= read; ++piece) fetch(pieces[piece]);
-            typename E::Right right[V];
-            load_right(right, [&](int v) { return values + k * stride + v * W; });
-            E::template step<R, V>(sums, left + k * E::PER_STEP, right);
+            E::step(sums, left + k * E::PER_STEP, [&](int v) { return values + k * stride + v * W; });
         }
     }
 #pragma GCC unroll 8
@@ -187,23 +208,29 @@ __attribute__((noinline)) void accumulate(const Run<typename E::Left>* runs, int
 
 // Which query rows and which keys a work item is about. A row here counts from the item's first.
 struct Item {
-    int sequence, kv_head, first, rows, group, start, past, window;
+    int sequence, kv_head, first, rows, begin, end, group, window;
+    const int32_t* tokens;
 
     Item(const Attention& a, const int32_t* item)
         : sequence(item[0]),
           kv_head(item[1]),
           first(item[2]),
           rows(item[3]),
+          begin(item[4]),
+          end(item[5]),
           group(a.num_heads / a.num_kv_heads),
-          start(a.query_starts[sequence]),
-          past(a.context_lens[sequence] - (a.query_starts[sequence + 1] - start)),
-          window(a.window) {}
+          window(a.window),
+          tokens(a.tokens) {}
 
-    int token(int row) const { return start + (first + row) / group; }
+    int place(int row) const { return (first + row) / group; }
+    int token(int row) const { return tokens[2 * place(row)]; }
     int head(int row) const { return kv_head * group + (first + row) % group; }
     int keys_begin(int row) const { return window > 0 ? std::max(0, keys_end(row) - window) : 0; }
-    int keys_end(int row) const { return past + (first + row) / group + 1; }  // its own key included
-    int tiles_begin() const { return keys_begin(0) / KEY_TILE * KEY_TILE; }
+    int keys_end(int row) const { return end ? end : tokens[2 * place(row) + 1]; }
+    int tiles_begin() const { return begin ? begin : keys_begin(0) / KEY_TILE * KEY_TILE; }
+    float* state(const Attention& a, int row) const {
+        return a.states + (static_cast<long>(place(row)) * a.num_heads + head(row)) * state_floats(a.head_dim);
+    }
 
     // The blocks of the tile of keys at `base`, each a pointer to this KV head's keys and values.
     int find_blocks(const Attention& a, long lanes, int base, const uint32_t** blocks) const {
@@ -244,16 +271,17 @@ struct Tile {  // up to ROWS query rows against one tile of keys
     // The scores of the key vectors [v, end).
     template <int R>
     void score_keys(const Left* queries, int v, int end, int block, int steps, bool ahead) {
+        constexpr int V = vectors_of(R);
         const uint32_t *keys[KEY_TILE / W], *next[LEAD];
         for (int i = v; i < end; ++i) keys[i] = blocks[i * W / block] + i * W % block;
-        for (; v + VECTORS < end; v += VECTORS) {
+        for (; v + V < end; v += V) {
             if (ahead) {
-                const int b = (v + VECTORS) * W / block, rest = (end * W - 1) / block + 1 - b;
+                const int b = (v + V) * W / block, rest = (end * W - 1) / block + 1 - b;
                 list_pieces(blocks + b, std::min(rest, blocks_per_call(block)), next);
             }
-            score<E, R, VECTORS>(queries, keys + v, block, steps, ahead ? next : nullptr, scores + v * W);
+            score<E, R, V>(queries, keys + v, block, steps, ahead ? next : nullptr, scores + v * W);
         }
-        choose<VECTORS>(end - v, [&](auto vectors) {
+        choose<V>(end - v, [&](auto vectors) {
             score<E, R, vectors()>(queries, keys + v, block, steps, ahead ? pieces : nullptr, scores + v * W);
         });
     }
@@ -261,6 +289,7 @@ struct Tile {  // up to ROWS query rows against one tile of keys
     // Adds what the keys [key, end) give; `block_keys` is the lanes of a block's keys, `width` those of a value row.
     template <int R>
     void add_values(int key, int end, int block, long block_keys, int width, bool ahead, float* out) {
+        constexpr int V = vectors_of(R);
         Run<Left> runs[KEY_TILE / 16 + 1];
         int num_runs = 0;
         const auto add = [&](const uint32_t* values, int first, int keys) {
@@ -278,8 +307,8 @@ struct Tile {  // up to ROWS query rows against one tile of keys
             add(last_pair, end - 1, 2);
         }
         const uint32_t* const* fetched = ahead ? pieces : nullptr;  // by the first pass over the columns
-        for (int c = 0; c < width; c += VECTORS * W, fetched = nullptr)
-            choose<VECTORS>(std::min(VECTORS, (width - c) / W), [&](auto vectors) {
+        for (int c = 0; c < width; c += V * W, fetched = nullptr)
+            choose<V>(std::min(V, (width - c) / W), [&](auto vectors) {
                 accumulate<E, R, vectors()>(runs, num_runs, c, width, decay, fetched, out + c);
             });
     }
@@ -311,23 +340,23 @@ struct Tile {  // up to ROWS query rows against one tile of keys
         }
         const float before = peak;
         peak = std::max(before, largest(best) * factor);
-        const Floats change = exp2(splat(before - peak));
+        const Floats change = exp2_below_128(splat(before - peak));
         decay[r] = change[0];
-        sum *= change;
+        Floats added = sum * change;
         for (int v = first; v < end; v += 2) {
             Floats weight[2] = {};
             for (int i = 0; i < 2 && v + i < end; ++i) {
-                weight[i] = exp2(fma(load<Floats>(row + (v + i) * W), splat(factor), splat(-peak)));
-                sum += weight[i];
+                weight[i] = exp2_below_128(fma(load<Floats>(row + (v + i) * W), splat(factor), splat(-peak)));
+                added += weight[i];
             }
             E::pack(weight[0], weight[1], weights + r * E::STRIDE + v * W * E::PER_STEP / E::PER_LANE);
         }
+        sum = added;
     }
 };
 
 template <class E>
 void attention(const Attention& a, const int32_t* item_words, const int32_t* next_words) {
-    typedef typename E::Number Number;
     const Item item(a, item_words);
     const int dim = a.head_dim, width = padded(dim), block = a.block_size, steps = dim / E::PER_LANE;
     const long lanes = head_lanes(block, dim, E::PER_LANE == 2), block_keys = static_cast<long>(block) * steps;
@@ -339,12 +368,22 @@ void attention(const Attention& a, const int32_t* item_words, const int32_t* nex
     float peaks[MAX_ROWS];
     Tile<E> tile;
     for (int r = 0; r < item.rows; ++r) {
-        const Number* query = static_cast<const Number*>(a.query);
-        E::pack(query + item.token(r) * a.query_token + item.head(r) * a.query_head, dim, queries + r * E::STRIDE);
-        sums[r] = Floats{};
-        peaks[r] = -1e30f;  // finite, so that a tile without a key for this row changes nothing
+        const long query = item.token(r) * a.query_token + item.head(r) * a.query_head;
+        if (a.bf16)
+            E::pack(static_cast<const uint16_t*>(a.query) + query, dim, queries + r * E::STRIDE);
+        else
+            E::pack(static_cast<const float*>(a.query) + query, dim, queries + r * E::STRIDE);
+        if (item.begin) {
+            const float* state = item.state(a, r);
+            sums[r] = load<Floats>(state);
+            peaks[r] = state[16];
+            std::memcpy(outputs + r * width, state + 32, sizeof(float) * width);
+        } else {
+            sums[r] = Floats{};
+            peaks[r] = -1e30f;  // finite, so that a tile without a key for this row changes nothing
+            std::memset(outputs + r * width, 0, sizeof(float) * width);
+        }
     }
-    std::memset(outputs, 0, sizeof(float) * item.rows * width);
 
     const int parts = (item.rows + ROWS - 1) / ROWS;
     const int keys_end = item.keys_end(item.rows - 1);
@@ -379,9 +418,21 @@ void attention(const Attention& a, const int32_t* item_words, const int32_t* nex
         }
     }
     for (int r = 0; r < item.rows; ++r) {
-        const long row = static_cast<long>(item.token(r)) * a.num_heads + item.head(r);
-        Number* out = static_cast<Number*>(a.out) + row * dim;
+        if (item.end) {
+            float* state = item.state(a, r);
+            store(state, sums[r]);
+            state[16] = peaks[r];
+            std::memcpy(state + 32, outputs + r * width, sizeof(float) * width);
+            continue;
+        }
+        const long out = (static_cast<long>(item.token(r)) * a.num_heads + item.head(r)) * dim;
         const Floats share = splat(1.0f / total(sums[r]));
-        for (int d = 0; d < dim; d += W) write(out + d, load<Floats>(outputs + r * width + d) * share, dim - d);
+        for (int d = 0; d < dim; d += W) {
+            const Floats result = load<Floats>(outputs + r * width + d) * share;
+            if (a.bf16)
+                write(static_cast<uint16_t*>(a.out) + out + d, result, dim - d);
+            else
+                write(static_cast<float*>(a.out) + out + d, result, dim - d);
+        }
     }
 }

@@ -27,21 +27,22 @@
 namespace {
 
 constexpr int KEY_TILE = 128;  // keys per softmax step
+constexpr int ITEM_WORDS = 6;
 constexpr int MAX_DIM = 256;
 constexpr int GROUP = 64;  // inputs of an 8-bit matmul that share a scale in a row of activations
 constexpr int PANEL = 16;  // output channels that an 8-bit weight keeps together
 constexpr int MAX_ROWS = 48;  // query rows of one work item: few enough that their state stays in L2
 
 struct Attention {
+    int bf16;  // query and out; else float32
     const void* query;
     long query_token, query_head;  // strides
     void* out;                     // (num_tokens, num_heads, head_dim), contiguous
     const uint32_t* pool;
     const int32_t* block_table;
     long table_row;  // stride
-    const int32_t* query_starts;
-    const int32_t* context_lens;
-    const int32_t* items;  // (num_items, 4): sequence, KV head, first row, rows; row = token * group + head
+    const int32_t* tokens;  // (num_live, 2): place in the batch, number of keys seen
+    float* states;          // of rows between two items, state_floats() each: (token in `tokens`, num_heads)
     int num_heads, num_kv_heads, head_dim, block_size;
     float scale, soft_cap;  // soft_cap 0: none
     int window;             // 0: none
@@ -101,9 +102,9 @@ struct Int8Linear {
     long padded_channels() const { return (out_features + PANEL - 1L) / PANEL * PANEL; }
 };
 
-struct Kernels {  // [0] float32, [1] bfloat16; all but attention take a range of rows
+struct Kernels {  // [0] float32, [1] bfloat16, the pool's first; all but attention take a range of rows
     void (*attention[2])(const Attention&, const int32_t* item, const int32_t* next_item);
-    void (*rope[2])(const Rope&, long begin, long end);
+    void (*rope[2][2])(const Rope&, long begin, long end);
     void (*norm[2])(const Norm&, long begin, long end);
     void (*silu[2])(const Gate&, long begin, long end);
     void (*gelu[2])(const Gate&, long begin, long end);
@@ -119,6 +120,9 @@ inline int padded(int head_dim) { return (head_dim + 15) / 16 * 16; }
 inline long head_lanes(int block_size, int head_dim, bool bf16) {
     return static_cast<long>(block_size) * (head_dim + padded(head_dim)) / (bf16 ? 2 : 1);
 }
+
+// A row's state: sums by lane (16 at most), the peak in the next 16, the output so far.
+inline long state_floats(int head_dim) { return 32 + padded(head_dim); }
 
 // Runs work(begin, end) over contiguous parts of [0, n); below `grain` rows a second thread costs more than it gives.
 template <class Work>
@@ -192,7 +196,7 @@ const Kernels* const LEVELS[] = {
 extern "C" {
 
 // Changes with any change of this interface, so that a library built from older source is not called wrongly.
-int bg_interface() { return 2; }
+int bg_interface() { return 3; }
 
 // The highest level this machine runs.
 int bg_best_level() {
@@ -208,36 +212,38 @@ int bg_best_level() {
 #endif
 }
 
-void bg_attention(int level, int threads, int bf16, const void* query, long query_token, long query_head, void* out,
-                  const void* pool, const int32_t* block_table, long table_row, const int32_t* query_starts,
-                  const int32_t* context_lens, const int32_t* items, long num_items, int num_heads, int num_kv_heads,
-                  int head_dim, int block_size, float scale, float soft_cap, int window, long num_seqs,
-                  long num_tokens) {
-    const Attention work{query,       query_token,  query_head,   out,          static_cast<const uint32_t*>(pool),
-                         block_table, table_row,    query_starts, context_lens, items,
-                         num_heads,   num_kv_heads, head_dim,     block_size,   scale,
-                         soft_cap,    window};
-    const auto kernel = LEVELS[level]->attention[bf16];
+// Items are (sequence, KV head, first row, rows, first key, end), as said in items.py; those of a phase start when all
+// of the phase before are done.
+void bg_attention(int level, int threads, int bf16, int pool_bf16, const void* query, long query_token, long query_head,
+                  void* out, const void* pool, const int32_t* block_table, long table_row, const int32_t* tokens,
+                  long num_live, const int32_t* items, const int32_t* phases, int num_phases, float* states,
+                  int num_heads, int num_kv_heads, int head_dim, int block_size, float scale, float soft_cap,
+                  int window, long num_tokens) {
+    const Attention work{bf16,       query,       query_token, query_head, out,       static_cast<const uint32_t*>(pool),
+                         block_table, table_row,  tokens,      states,     num_heads, num_kv_heads,
+                         head_dim,   block_size,  scale,       soft_cap,   window};
+    const auto kernel = LEVELS[level]->attention[pool_bf16];
     const long row_bytes = static_cast<long>(num_heads) * head_dim * (bf16 ? 2 : 4);
-    const long used = query_starts[num_seqs];
-    std::memset(static_cast<char*>(out) + used * row_bytes, 0, (num_tokens - used) * row_bytes);
+    std::memset(static_cast<char*>(out) + num_live * row_bytes, 0, (num_tokens - num_live) * row_bytes);
     // Items come sorted by cost, the dearest first, so that handing them out one by one evens the threads out. A
     // thread takes its next item before it does the present one, to fetch the next one's first keys meanwhile.
-    std::atomic<long> taken{0};
+    for (int phase = 0; phase < num_phases; ++phase) {
+        std::atomic<long> taken{phases[phase]};
 #pragma omp parallel num_threads(threads)
-    {
-        const auto take = [&] {
-            const long i = taken.fetch_add(1, std::memory_order_relaxed);
-            return i < num_items ? items + 4 * i : nullptr;
-        };
-        for (const int32_t *item = take(), *next; item; item = next) {
-            next = take();
-            kernel(work, item, next);
+        {
+            const auto take = [&] {
+                const long i = taken.fetch_add(1, std::memory_order_relaxed);
+                return i < phases[phase + 1] ? items + ITEM_WORDS * i : nullptr;
+            };
+            for (const int32_t *item = take(), *next; item; item = next) {
+                next = take();
+                kernel(work, item, next);
+            }
         }
     }
 }
 
-void bg_rope_and_write(int level, int threads, int bf16, void* query, long query_token, long query_head, void* key,
+void bg_rope_and_write(int level, int threads, int bf16, int pool_bf16, void* query, long query_token, long query_head, void* key,
                        long key_token, long key_head, const void* value, long value_token, long value_head,
                        const float* cosine, const float* sine, const int64_t* slots, long num_tokens, void* pool,
                        int num_heads, int num_kv_heads, int head_dim, int rotary_dim, int block_size, int interleaved) {
@@ -260,7 +266,7 @@ void bg_rope_and_write(int level, int threads, int bf16, void* query, long query
                     rotary_dim,
                     block_size,
                     interleaved};
-    const auto kernel = LEVELS[level]->rope[bf16];
+    const auto kernel = LEVELS[level]->rope[pool_bf16][bf16];
     split(threads, num_tokens, 8, [&](long begin, long end) { kernel(work, begin, end); });
 }
 
@@ -322,7 +328,7 @@ namespace BG_NAMESPACE {
 
 const Kernels kernels = {
     {attention<Single>, attention<Pairs>},
-    {rope<float>, rope<uint16_t>},
+    {{rope<float, float>, rope<uint16_t, float>}, {rope<float, uint16_t>, rope<uint16_t, uint16_t>}},
     {norm<float>, norm<uint16_t>},
     {gate<float, Silu>, gate<uint16_t, Silu>},
     {gate<float, GeluTanh>, gate<uint16_t, GeluTanh>},

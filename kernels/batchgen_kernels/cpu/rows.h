@@ -39,9 +39,23 @@ inline void write_value(const uint16_t* value, int dim, uint32_t* lanes, int wid
     for (int d = 0; d < dim; ++d) row[2 * d] = value[d];
 }
 
+// A row as the pool's numbers: itself, or rounded or widened in `buffer`.
 template <class T>
+inline const T* as_numbers(const T* row, int, T*) {
+    return row;
+}
+
+template <class P, class T>
+inline const P* as_numbers(const T* row, int dim, P* buffer) {
+    for (int i = 0; i < dim; i += W) write(buffer + i, read(row + i, dim - i), dim - i);
+    return buffer;
+}
+
+// T the activations' numbers, P the pool's.
+template <class T, class P>
 void rope(const Rope& a, long begin, long end) {
-    const int dim = a.head_dim, width = padded(dim), per_lane = sizeof(T) == 2 ? 2 : 1;
+    const int dim = a.head_dim, width = padded(dim), per_lane = sizeof(P) == 2 ? 2 : 1;
+    P buffer[MAX_DIM];
     const long lanes = head_lanes(a.block_size, dim, per_lane == 2);
     for (long t = begin; t < end; ++t) {
         const float* cosine = a.cosine + t * (a.rotary_dim / 2);
@@ -56,9 +70,10 @@ void rope(const Rope& a, long begin, long end) {
             rotate(key, cosine, sine, a.rotary_dim, a.interleaved);
             if (slot < 0) continue;
             uint32_t* head = a.pool + (slot / a.block_size * a.num_kv_heads + h) * lanes;
-            write_key(key, dim, head, a.block_size, at);
-            write_value(static_cast<const T*>(a.value) + t * a.value_token + h * a.value_head, dim,
-                        head + static_cast<long>(a.block_size) * dim / per_lane, width, at);
+            const T* value = static_cast<const T*>(a.value) + t * a.value_token + h * a.value_head;
+            write_key(as_numbers(key, dim, buffer), dim, head, a.block_size, at);
+            write_value(as_numbers(value, dim, buffer), dim, head + static_cast<long>(a.block_size) * dim / per_lane,
+                        width, at);
         }
     }
 }

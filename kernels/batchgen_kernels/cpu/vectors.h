@@ -47,12 +47,21 @@ inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
 inline Floats minimum(Floats a, Floats b) { return a < b ? a : b; }
 #endif
 
-#if BG_LEVEL < 2
+#if BG_LEVEL == 1
+inline float largest(Floats v) {
+    __m128 best = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    best = _mm_max_ps(best, _mm_movehl_ps(best, best));
+    return _mm_cvtss_f32(_mm_max_ss(best, _mm_movehdup_ps(best)));
+}
+#elif BG_LEVEL == 0
 inline float largest(Floats v) {
     float best = v[0];
     for (int i = 1; i < W; ++i) best = v[i] > best ? v[i] : best;
     return best;
 }
+#endif
+
+#if BG_LEVEL < 2
 
 inline float total(Floats v) {
     float sum = v[0];
@@ -114,6 +123,15 @@ inline Ints nearest(Floats x) {
 #endif
 }
 
+// 2 ** x for x in [-0.5, 0.5].
+inline Floats exp2_fraction(Floats x) {
+    Floats y = fma(splat(1.3265226493e-3f), x, splat(9.6712317089e-3f));
+    y = fma(y, x, splat(5.5507284767e-2f));
+    y = fma(y, x, splat(2.4022248128e-1f));
+    y = fma(y, x, splat(6.9314698601e-1f));
+    return fma(y, x, splat(1.0f));
+}
+
 // 2 ** x with a relative error of 1e-7: exact at 0, exactly 0 far below it, infinity from 128 on; a NaN stays one.
 inline Floats exp2(Floats x) {
     x = minimum(splat(160.0f), maximum(splat(-160.0f), x));
@@ -124,17 +142,24 @@ inline Floats exp2(Floats x) {
     const Floats shifted = x + magic;
     const Floats whole = shifted - magic;
 #endif
-    const Floats part = x - whole;
-    Floats y = fma(splat(1.3265226493e-3f), part, splat(9.6712317089e-3f));
-    y = fma(y, part, splat(5.5507284767e-2f));
-    y = fma(y, part, splat(2.4022248128e-1f));
-    y = fma(y, part, splat(6.9314698601e-1f));
-    y = fma(y, part, splat(1.0f));
+    const Floats y = exp2_fraction(x - whole);
 #if BG_LEVEL >= 2
     return _mm512_scalef_ps(y, whole);
 #else
     const Floats scaled = (Floats)((Lanes)y + ((Lanes)shifted << 23));
     return x < -126.0f ? Floats{} : x < 128.0f ? scaled : x + splat(INFINITY);
+#endif
+}
+
+// 2 ** x for x up to 127, where AVX2 can do without half of the instructions of exp2; a NaN stays one.
+inline Floats exp2_below_128(Floats x) {
+#if BG_LEVEL >= 2
+    return exp2(x);
+#else
+    x = maximum(splat(-127.0f), x);
+    const Floats magic = splat(12582912.0f + 127.0f);  // leaves the exponent's bits; those of -127 are zero's
+    const Floats shifted = x + magic;
+    return exp2_fraction(x - (shifted - magic)) * (Floats)((Lanes)shifted << 23);
 #endif
 }
 
