@@ -241,6 +241,9 @@ def test_threads_change_nothing(ops: cpu.Ops) -> None:
     torch.set_num_threads(3)
     several = Cache(ops, model, [50, 3, 140]).step(chunks)[1]
     assert torch.equal(single, several)
+    behind = family(ops, model)
+    alone = behind.step(decodes(1), share=False)[1]
+    assert all(torch.equal(alone, behind.step(decodes(1))[1]) for _ in range(20))  # phases wait for each other
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

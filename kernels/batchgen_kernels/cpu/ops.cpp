@@ -14,6 +14,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <thread>
 #include <type_traits>
 #include <utility>
 
@@ -213,7 +214,7 @@ int bg_best_level() {
 }
 
 // Items are (sequence, KV head, first row, rows, first key, end), as said in items.py; those of a phase start when all
-// of the phase before are done.
+// of those before it are done.
 void bg_attention(int level, int threads, int bf16, int pool_bf16, const void* query, long query_token, long query_head,
                   void* out, const void* pool, const int32_t* block_table, long table_row, const int32_t* tokens,
                   long num_live, const int32_t* items, const int32_t* phases, int num_phases, float* states,
@@ -226,19 +227,22 @@ void bg_attention(int level, int threads, int bf16, int pool_bf16, const void* q
     const long row_bytes = static_cast<long>(num_heads) * head_dim * (bf16 ? 2 : 4);
     std::memset(static_cast<char*>(out) + num_live * row_bytes, 0, (num_tokens - num_live) * row_bytes);
     // Items come sorted by cost, the dearest first, so that handing them out one by one evens the threads out. A
-    // thread takes its next item before it does the present one, to fetch the next one's first keys meanwhile.
-    for (int phase = 0; phase < num_phases; ++phase) {
-        std::atomic<long> taken{phases[phase]};
+    // thread takes its next item before it does the present one, to fetch the next one's first keys meanwhile. No item
+    // of a phase is done before all earlier ones are, so that counting those done is enough to know.
+    std::atomic<long> taken{0}, done{0};
 #pragma omp parallel num_threads(threads)
-        {
-            const auto take = [&] {
-                const long i = taken.fetch_add(1, std::memory_order_relaxed);
-                return i < phases[phase + 1] ? items + ITEM_WORDS * i : nullptr;
-            };
-            for (const int32_t *item = take(), *next; item; item = next) {
-                next = take();
-                kernel(work, item, next);
-            }
+    {
+        int phase = 0;
+        const auto take = [&] {
+            const long i = taken.fetch_add(1, std::memory_order_relaxed);
+            return i < phases[num_phases] ? items + ITEM_WORDS * i : nullptr;
+        };
+        for (const int32_t *item = take(), *next; item; item = next) {
+            next = take();
+            while (item >= items + ITEM_WORDS * static_cast<long>(phases[phase + 1])) ++phase;
+            while (done.load(std::memory_order_acquire) < phases[phase]) std::this_thread::yield();
+            kernel(work, item, next);
+            done.fetch_add(1, std::memory_order_release);
         }
     }
 }
