@@ -54,3 +54,20 @@ def test_nothing_to_compare_is_said(tmp_path: Path) -> None:
         bench_quality.measure(job(tmp_path, ["x"]), rows=1)
     with pytest.raises(DataError, match="none of the first 2 rows"):
         bench_quality.measure(job(tmp_path, ["", ""], quantization="int8"), rows=2)
+
+
+def test_rows_that_outgrow_the_pool_are_left_out_and_nothing_is_read_beyond_it(tmp_path: Path) -> None:
+    spec = job(tmp_path, ["x" * 200, "short"], quantization="int8")
+    engine = spec.engine.model_copy(
+        update={"kv_memory": 2 * 2 * 2 * 32 * 32 * 4 * 3}
+    )  # layers, K and V, heads, block, dim
+    found = bench_quality.measure(spec.model_copy(update={"engine": engine}), rows=2)
+    assert found["rows"] == 1
+
+
+def test_a_row_is_answered_to_its_own_length(tmp_path: Path) -> None:
+    spec = job(tmp_path, ["one", "two"], quantization="int8")
+    rows = [{"prompt": "one", "own": {"max_tokens": 2}}, {"prompt": "two", "own": {"max_tokens": 3}}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sampling = spec.sampling.model_copy(update={"column": "own"})
+    assert bench_quality.measure(spec.model_copy(update={"sampling": sampling}), rows=2)["positions"] <= 5

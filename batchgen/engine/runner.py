@@ -48,6 +48,7 @@ class Runner:
         """`vocab_limit` is the tokenizer's number of ids: the model may have more, for padding."""
         self._decoder = decoder
         self._block_size = settings.block_size
+        self._pool_tokens = settings.num_blocks * settings.block_size
         assert backend.block_size == settings.block_size
         self._sampler = Sampler(settings.max_num_seqs, min(vocab_limit, decoder.config.vocab_size), ops)
         max_blocks = -(-settings.max_model_len // settings.block_size)
@@ -147,9 +148,11 @@ class Runner:
     def logits_of(self, token_ids: TokenIds) -> torch.Tensor:
         """Logits (num_tokens, vocab_size) at every position of one sequence: for measuring a model, not for a job.
 
-        Keys and values go into the pool's first blocks, whatever these held: nothing may run afterwards.
+        Keys and values go into the pool's first blocks, whatever these held: nothing may run afterwards. The pool must
+        hold the sequence, as it does one that was answered.
         """
         length = len(token_ids)
+        assert length <= self._pool_tokens
         positions = np.arange(length)
         blocks = np.arange(-(-length // self._block_size), dtype=np.int32)[None]
         metadata = _metadata(np.array([0, length], np.int32), np.array([length], np.int32), blocks, positions, length)

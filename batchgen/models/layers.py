@@ -12,7 +12,7 @@ from batchgen_kernels.reference import Int8Weight, quantize
 
 from batchgen.models.config import RopeConfig
 
-QUANTIZE_ROWS = 4096  # of a weight at once
+QUANTIZE_ROWS = 4096  # of a weight at once: what that takes beside it is bounded
 
 
 class Ops(Protocol):
@@ -36,7 +36,7 @@ class Ops(Protocol):
         ...
 
     def int8_linear(self, x: torch.Tensor, weight: Int8Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """(num_tokens, in_features) -> (num_tokens, out_features), x quantised by row; the bias is float32."""
+        """(num_tokens, in_features) -> (num_tokens, out_features); x is quantised, the bias float32."""
         ...
 
 
@@ -110,9 +110,10 @@ class Linear:
 
 
 class Int8Linear(Linear):
-    """The same in 8 bits: weights with a scale for each output channel, activations quantised by token as they come.
+    """The same in 8 bits: weights with a scale for each output channel, activations quantised as they come.
 
-    Weights are quantised while they are loaded, from what `dtype` holds of them.
+    These have a scale for each token and 64 inputs. Weights are quantised while they are loaded, from what `dtype`
+    holds of them.
     """
 
     def __init__(self, in_features: int, parts: Sequence[int], *, bias: bool, dtype: torch.dtype, ops: Ops) -> None:
@@ -122,8 +123,8 @@ class Int8Linear(Linear):
         self._int8: Int8Weight | None = None
 
     def use(self, weight: torch.Tensor) -> None:
-        pieces = [quantize(rows) for rows in weight.split(QUANTIZE_ROWS)]
-        self._int8 = Int8Weight.pack(torch.cat([p[0] for p in pieces]), torch.cat([p[1] for p in pieces]))
+        parts = [Int8Weight.pack(*quantize(rows)) for rows in weight.split(QUANTIZE_ROWS)]
+        self._int8 = parts[0] if len(parts) == 1 else Int8Weight.stack(parts)
         self.weight = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

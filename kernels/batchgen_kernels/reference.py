@@ -7,6 +7,7 @@ the ops that wrote it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -202,6 +203,17 @@ class Int8Weight(NamedTuple):
         sums = padded.view(len(padded), -1, GROUP).sum(dim=2, dtype=torch.int32).T.contiguous()
         fours = padded[:, : inputs + -inputs % 4].reshape(-1, PANEL, (inputs + 3) // 4, 4)
         return cls(fours.transpose(1, 2).contiguous(), F.pad(scales, (0, -channels % PANEL)), sums, channels, inputs)
+
+    @classmethod
+    def stack(cls, parts: Sequence[Int8Weight]) -> Int8Weight:
+        """The channels of all parts, each but the last a whole number of panels."""
+        return cls(
+            torch.cat([part.panels for part in parts]),
+            torch.cat([part.scales for part in parts]),
+            torch.cat([part.sums for part in parts], dim=1),
+            sum(part.out_features for part in parts),
+            parts[0].in_features,
+        )
 
     def unpack(self) -> torch.Tensor:
         """int8 (out_features, in_features)"""
