@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import orjson
 import torch
+from batchgen_kernels import cpu as native
+from batchgen_kernels import reference as reference_ops
 
 from batchgen import processes
 from batchgen.engine.engine import Engine
@@ -18,6 +20,7 @@ from batchgen.engine.step import StepPlan, StepResult
 from batchgen.errors import BatchgenError, ConfigError, NoInputError
 from batchgen.loader import DTYPES, Model, layer_weights
 from batchgen.models.config import ModelConfig
+from batchgen.models.layers import linear_kind
 from batchgen.planner import Planner
 from batchgen.spec import EngineSpec, ModelSpec
 from batchgen.types import Completion, Demand, Request, RowKey, SamplingParams
@@ -42,12 +45,12 @@ class TimedRunner:
 
     def __init__(self, engine: Engine) -> None:
         self._runner = engine.runner
-        self._stats = engine.stats
+        self._stats, self._block_size = engine.stats, engine.settings.block_size
         self.seconds = 0.0
         self.steps = 0
         self.rows = 0  # decoding or prefilling samples, summed over steps
         self.tokens = 0  # computed, summed over steps
-        self.context = 0  # tokens attended to, summed over rows and steps: KV read at least once for each
+        self.context = 0  # tokens whose keys and values had to be read, summed over steps; shared ones count once
         self.blocks = 0  # of the KV pool that samples hold, summed over steps
         self.most_blocks = 0
 
@@ -58,7 +61,7 @@ class TimedRunner:
         self.steps += 1
         self.rows += len(plan.slots)
         self.tokens += plan.num_tokens
-        self.context += int((plan.starts + plan.lengths).sum())
+        self.context += min(int((plan.starts + plan.lengths).sum()), blocks * self._block_size)
         return self._timed(lambda: self._runner.submit(plan))
 
     def sample(self, handle: Any) -> None:
@@ -76,11 +79,10 @@ class TimedRunner:
             self.seconds += time.perf_counter() - began
 
 
-def measure_roofline(dtype: torch.dtype, seconds: float = 0.5) -> tuple[float, float]:
-    """This machine's matmul rate (FLOP/s, prepacked weights, 512 rows) and memory read rate (bytes/s)."""
-    from batchgen.models.layers import Linear
-
-    linear = Linear(2048, (2048,), bias=False, dtype=dtype)
+def measure_roofline(dtype: torch.dtype, quantization: str | None, seconds: float = 0.5) -> tuple[float, float]:
+    """The rates of this machine: a linear layer of the model's kind at 512 rows, FLOP/s; reading memory, bytes/s."""
+    ops = native.load() or reference_ops
+    linear = linear_kind(quantization, ops)(2048, (2048,), bias=False, dtype=dtype)
     linear.load_weight(0, torch.randn(2048, 2048).to(dtype))
     x = torch.randn(512, 2048).to(dtype)
     matmul = 2 * 512 * 2048 * 2048 / _best_time(lambda: linear(x), seconds)
@@ -99,18 +101,26 @@ def _best_time(call: Callable[[], Any], seconds: float) -> float:
 
 
 def floor_seconds(
-    config: ModelConfig, dtype: torch.dtype, work: TimedRunner, sampled: int, matmul_rate: float, memory_rate: float
+    config: ModelConfig,
+    work: TimedRunner,
+    sampled: int,
+    *,
+    weight_size: int,
+    kv_size: int,
+    matmul_rate: float,
+    memory_rate: float,
 ) -> float:
     """The least time for this work on this machine: its matmuls at the measured rate, plus its KV at memory speed.
 
     Every computed token passes all layers, every sampled one the head; attention's own arithmetic, like norms and
-    sampling, is taken as free, and so are the weights where a step's matmuls last longer than reading them.
+    sampling, is taken as free, and so are the weights where a step's matmuls last longer than reading them. Sizes are
+    the bytes of one number.
     """
     body = layer_weights(config)
-    cached = sum(2 * layer.num_kv_heads * layer.head_dim for layer in config.layers) * dtype.itemsize
+    cached = sum(2 * layer.num_kv_heads * layer.head_dim for layer in config.layers) * kv_size
     head = config.hidden_size * config.vocab_size
     arithmetic = 2 * (body * work.tokens + head * sampled) / matmul_rate
-    weights = (body + head) * dtype.itemsize * work.steps / memory_rate
+    weights = (body + head) * weight_size * work.steps / memory_rate
     return max(arithmetic, weights) + cached * work.context / memory_rate
 
 
@@ -163,13 +173,24 @@ def engine(
     prompt_tokens = sum(len(item.prompt) for item in items)
     output_tokens = sum(item.output_tokens for item in items)
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    matmul_rate, memory_rate = measure_roofline(DTYPES[loaded.dtype])
-    floor = floor_seconds(loaded.config, DTYPES[loaded.dtype], timed, output_tokens, matmul_rate, memory_rate)
+    kv_dtype = loaded.dtype if spec.kv_dtype == "auto" else spec.kv_dtype
+    matmul_rate, memory_rate = measure_roofline(DTYPES[loaded.dtype], model.quantization)
+    floor = floor_seconds(
+        loaded.config,
+        timed,
+        output_tokens,
+        weight_size=1 if model.quantization else DTYPES[loaded.dtype].itemsize,
+        kv_size=DTYPES[kv_dtype].itemsize,
+        matmul_rate=matmul_rate,
+        memory_rate=memory_rate,
+    )
     return {
         "bench": "engine",
         "workload": Path(workload_file).name if workload_file else workload,
         "model": model.path,
         "dtype": loaded.dtype,
+        "quantization": model.quantization,
+        "kv_dtype": kv_dtype,
         "requests": len(items),
         "prompt_tokens": prompt_tokens,
         "output_tokens": output_tokens,

@@ -19,7 +19,7 @@ from batchgen import bench, bench_data, processes, spec
 def test_the_report_of_a_workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench_data.byte_tokenizer(tmp_path / "model")
     tiny_model(tmp_path / "model", vocab_size=512, dtype=torch.float32)
-    monkeypatch.setattr(bench, "measure_roofline", lambda dtype: (1e9, 1e9))
+    monkeypatch.setattr(bench, "measure_roofline", lambda dtype, quantization: (1e9, 1e9))
     items = [{"prompt": [5 + i] * (20 + i), "out": 10 + i} for i in range(12)]
     (tmp_path / "items.json").write_bytes(orjson.dumps(items))
     before = processes.age()

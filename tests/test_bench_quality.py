@@ -43,7 +43,7 @@ def test_a_model_compared_with_itself_is_equal(tmp_path: Path, monkeypatch: pyte
     def unchanged(*args: Any, ops: Ops, **rest: Any) -> Linear:
         return Linear(*args, **rest)
 
-    monkeypatch.setattr("batchgen.models.decoder.QUANTIZED", {"int8": unchanged})
+    monkeypatch.setattr("batchgen.models.layers.QUANTIZED", {"int8": unchanged})
     found = bench_quality.measure(job(tmp_path, ["one two", "three"], quantization="int8"), rows=2)
     assert found["perplexity"] == found["perplexity_quantized"]
     assert found["top1_agreement"] == found["rows_equal"] == found["tokens_before_difference"] == 1.0

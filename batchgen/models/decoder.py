@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from batchgen.attention.base import AttentionBackend, AttentionMetadata
 from batchgen.models.config import KVSpec, ModelConfig
-from batchgen.models.layers import ACTIVATIONS, Int8Linear, Linear, Ops, RopeTable
-
-QUANTIZED = {"int8": Int8Linear}  # model.quantization -> what its linear layers are
+from batchgen.models.layers import ACTIVATIONS, Linear, Ops, RopeTable, linear_kind
 
 
 class DecoderLayer:
@@ -48,7 +45,7 @@ class Decoder:
         max_model_len: int,
         ops: Ops,
     ) -> None:
-        linear = partial(QUANTIZED[quantization], ops=ops) if quantization else Linear
+        linear = linear_kind(quantization, ops)
         self.config = config
         self.dtype = dtype
         self.backend = backend

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -130,6 +131,14 @@ class Int8Linear(Linear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         assert self._int8 is not None
         return self._ops.int8_linear(x, self._int8, self.bias)
+
+
+QUANTIZED = {"int8": Int8Linear}  # model.quantization -> what linear layers are
+
+
+def linear_kind(quantization: str | None, ops: Ops) -> Callable[..., Linear]:
+    """What makes a model's linear layers, from (in_features, parts, bias=, dtype=)."""
+    return partial(QUANTIZED[quantization], ops=ops) if quantization else Linear
 
 
 class RopeTable:
