@@ -82,7 +82,7 @@ class TimedRunner:
 def measure_roofline(dtype: torch.dtype, quantization: str | None, seconds: float = 0.5) -> tuple[float, float]:
     """The rates of this machine: a linear layer of the model's kind at 512 rows, FLOP/s; reading memory, bytes/s."""
     ops = native.load() or reference_ops
-    linear = linear_kind(quantization, ops)(2048, (2048,), bias=False, dtype=dtype)
+    linear = linear_kind(dtype, quantization, ops)(2048, (2048,), bias=False)
     linear.load_weight(0, torch.randn(2048, 2048).to(dtype))
     x = torch.randn(512, 2048).to(dtype)
     matmul = 2 * 512 * 2048 * 2048 / _best_time(lambda: linear(x), seconds)

@@ -20,13 +20,13 @@ class DecoderLayer:
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self.spec = spec
         self.input_norm = torch.empty(hidden, dtype=dtype)
-        self.qkv = linear(hidden, (q_size, kv_size, kv_size), bias=config.qkv_bias, dtype=dtype)
+        self.qkv = linear(hidden, (q_size, kv_size, kv_size), bias=config.qkv_bias)
         self.q_norm = torch.empty(spec.head_dim, dtype=dtype) if config.qk_norm else None
         self.k_norm = torch.empty(spec.head_dim, dtype=dtype) if config.qk_norm else None
-        self.out = linear(q_size, (hidden,), bias=config.out_bias, dtype=dtype)
+        self.out = linear(q_size, (hidden,), bias=config.out_bias)
         self.post_norm = torch.empty(hidden, dtype=dtype)
-        self.gate_up = linear(hidden, (inter, inter), bias=config.mlp_bias, dtype=dtype)
-        self.down = linear(inter, (hidden,), bias=config.mlp_bias, dtype=dtype)
+        self.gate_up = linear(hidden, (inter, inter), bias=config.mlp_bias)
+        self.down = linear(inter, (hidden,), bias=config.mlp_bias)
 
 
 class Decoder:
@@ -45,7 +45,7 @@ class Decoder:
         max_model_len: int,
         ops: Ops,
     ) -> None:
-        linear = linear_kind(quantization, ops)
+        linear = linear_kind(dtype, quantization, ops)
         self.config = config
         self.dtype = dtype
         self.backend = backend
@@ -53,7 +53,7 @@ class Decoder:
         self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
         self.layers = [DecoderLayer(config, spec, dtype, linear) for spec in config.layers]
         self.norm = torch.empty(config.hidden_size, dtype=dtype)
-        self.head = linear(config.hidden_size, (config.vocab_size,), bias=False, dtype=dtype)
+        self.head = linear(config.hidden_size, (config.vocab_size,), bias=False)
         self.ropes = [RopeTable(rope, max_model_len) for rope in config.ropes]
 
     @torch.inference_mode()

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from batchgen_kernels.reference import Int8Weight, quantize
+from batchgen_kernels.reference import FloatWeight, Int8Weight, quantize
 
 from batchgen.models.config import RopeConfig
 
@@ -34,6 +34,15 @@ class Ops(Protocol):
 
     def gelu_tanh_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """The same with gelu in its tanh form."""
+        ...
+
+    @property
+    def float_linear_pays(self) -> bool:
+        """Whether `float_linear` is faster than torch's own."""
+        ...
+
+    def float_linear(self, x: torch.Tensor, weight: FloatWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """(num_tokens, in_features) -> (num_tokens, out_features), all in float32."""
         ...
 
     def int8_linear(self, x: torch.Tensor, weight: Int8Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -110,6 +119,23 @@ class Linear:
         return F.linear(x, self.weight, self.bias)
 
 
+class FloatLinear(Linear):
+    """The same in float32 by the ops' own product."""
+
+    def __init__(self, in_features: int, parts: Sequence[int], *, bias: bool, dtype: torch.dtype, ops: Ops) -> None:
+        super().__init__(in_features, parts, bias=bias, dtype=dtype)
+        self._ops = ops
+        self._panels: FloatWeight | None = None
+
+    def use(self, weight: torch.Tensor) -> None:
+        self._panels = FloatWeight.pack(weight)
+        self.weight = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        assert self._panels is not None
+        return self._ops.float_linear(x, self._panels, self.bias)
+
+
 class Int8Linear(Linear):
     """The same in 8 bits: weights with a scale for each output channel, activations quantised as they come.
 
@@ -136,9 +162,13 @@ class Int8Linear(Linear):
 QUANTIZED = {"int8": Int8Linear}  # model.quantization -> what linear layers are
 
 
-def linear_kind(quantization: str | None, ops: Ops) -> Callable[..., Linear]:
-    """What makes a model's linear layers, from (in_features, parts, bias=, dtype=)."""
-    return partial(QUANTIZED[quantization], ops=ops) if quantization else Linear
+def linear_kind(dtype: torch.dtype, quantization: str | None, ops: Ops) -> Callable[..., Linear]:
+    """What makes a model's linear layers, from (in_features, parts, bias=)."""
+    if quantization:
+        return partial(QUANTIZED[quantization], dtype=dtype, ops=ops)
+    if dtype == torch.float32 and ops.float_linear_pays:
+        return partial(FloatLinear, dtype=dtype, ops=ops)
+    return partial(Linear, dtype=dtype)
 
 
 class RopeTable:

@@ -221,6 +221,19 @@ class Int8Weight(NamedTuple):
         return padded[: self.out_features, : self.in_features]
 
 
+class FloatWeight(NamedTuple):
+    """A float32 weight (out_features, in_features) as the ops read it, channels padded to whole panels with zeros."""
+
+    panels: torch.Tensor  # (num_panels, in_features, PANEL) float32
+    out_features: int
+
+    @classmethod
+    def pack(cls, weight: torch.Tensor) -> FloatWeight:
+        channels, inputs = weight.shape
+        padded = F.pad(weight, (0, 0, 0, -channels % PANEL))
+        return cls(padded.view(-1, PANEL, inputs).transpose(1, 2).contiguous(), channels)
+
+
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows (..., size) in 8 bits, symmetric: int8 of the same shape and float32 scales (...).
 
@@ -249,3 +262,16 @@ def int8_linear(
         out += quantized.float() @ weights.T * scales[:, None]
     out = out * weight.scales[: weight.out_features]
     return (out if bias is None else out + bias).to(x.dtype)
+
+
+float_linear_pays = False  # whether `float_linear` is faster than torch's own
+
+
+def float_linear(
+    x: torch.Tensor,  # (num_tokens, in_features) float32
+    weight: FloatWeight,
+    bias: torch.Tensor | None = None,  # (out_features,) float32
+) -> torch.Tensor:
+    """x W^T + b -> (num_tokens, out_features); a row's bits do not depend on the other rows."""
+    channels = weight.panels.transpose(1, 2).flatten(0, 1)[: weight.out_features]
+    return F.linear(x, channels, bias)

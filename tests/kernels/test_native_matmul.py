@@ -1,11 +1,11 @@
-"""The native 8-bit matmul against its twin, at every instruction set: sums are equal, only scales may round apart."""
+"""The native matmuls against their twins, at every instruction set. Of 8-bit ones only scales may round apart."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from batchgen_kernels import cpu, reference
-from batchgen_kernels.reference import Int8Weight, quantize
+from batchgen_kernels.reference import FloatWeight, Int8Weight, quantize
 
 
 def weight(out_features: int, in_features: int) -> Int8Weight:
@@ -94,3 +94,34 @@ def test_quantised_rows_are_within_half_a_step() -> None:
 def test_wrong_tensors_are_refused(ops: cpu.Ops, change, message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=message):
         ops.int8_linear(*change(torch.randn(2, 8), weight(16, 8)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "in_features", "out_features"),
+    [(1, 1, 1), (2, 3, 16), (5, 33, 17), (13, 576, 100), (40, 70, 49), (0, 4, 4)],
+)
+def test_float32_equals_the_twin(ops: cpu.Ops, rows: int, in_features: int, out_features: int) -> None:
+    torch.manual_seed(rows)
+    packed, bias = FloatWeight.pack(torch.randn(out_features, in_features)), torch.randn(out_features)
+    x = torch.randn(rows, in_features + 3)[:, :in_features]
+    for given in (None, bias):
+        expected = reference.float_linear(x, packed, given)
+        torch.testing.assert_close(ops.float_linear(x, packed, given), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_float32_rows_do_not_depend_on_their_neighbours_nor_on_threads(ops: cpu.Ops) -> None:
+    x, packed = torch.randn(130, 70), FloatWeight.pack(torch.randn(50, 70))
+    together = ops.float_linear(x, packed)
+    for rows in (1, 2, 5, 13):
+        assert torch.equal(ops.float_linear(x[:rows], packed), together[:rows])
+    torch.set_num_threads(3)
+    assert torch.equal(ops.float_linear(x, packed), together)
+
+
+def test_float32_of_wrong_shape_is_refused(ops: cpu.Ops) -> None:
+    packed = FloatWeight.pack(torch.randn(20, 8))
+    for x, weight in ((torch.randn(2, 9), packed), (torch.randn(2, 8).bfloat16(), packed)):
+        with pytest.raises(ValueError, match="x: expected"):
+            ops.float_linear(x, weight)
+    with pytest.raises(ValueError, match="panels: 2 cannot be of 40 channels"):
+        ops.float_linear(torch.randn(2, 8), packed._replace(out_features=40))

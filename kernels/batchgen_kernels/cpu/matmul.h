@@ -1,6 +1,8 @@
-// Products of 8-bit integers at one instruction set: weights quantised by output channel, activations by token.
+// Matrix products at one instruction set. Both kinds keep a weight in panels of PANEL output channels, put rows of
+// activations in the order in which a register tile reads them, and go panel by panel over all rows: a panel is read
+// from memory once.
 //
-// A weight comes in panels of PANEL output channels, each [in_features / 4][PANEL] lanes of 4 bytes: a lane is four
+// 8-bit integers: weights quantised by output channel, activations by token. A weight comes in panels of PANEL output channels, each [in_features / 4][PANEL] lanes of 4 bytes: a lane is four
 // neighbouring inputs of one channel (inputs and channels padded with zeros). A row of activations is quantised once
 // for all channels, symmetric by the largest magnitude of each GROUP of inputs, because a few inputs of a language
 // model are many times larger than the rest. A group's sum is a 32-bit integer, small enough for a float to hold, so
@@ -165,6 +167,60 @@ void int8_linear(const Int8Linear& a, long group, long begin, long end) {
         choose<LINEAR_ROWS>(static_cast<int>(std::min<long>(LINEAR_ROWS, a.rows - row)), [&](auto rows) {
             choose<PANELS>(panels, [&](auto count) {
                 linear_tile<T, rows(), count() * PANEL / W>(a, row, group * LINEAR_VECTORS * W, weight, tile == begin);
+            });
+        });
+    }
+}
+
+// ---- float32: panels are [in_features][PANEL], a tile of rows [in_features][FLOAT_ROWS] ------------------------------
+
+constexpr int FLOAT_ROWS = BG_LEVEL >= 2 ? 8 : BG_LEVEL == 1 ? 6 : 3;
+
+inline void order_rows(const FloatLinear& a, long begin, long end) {
+    for (long row = begin * FLOAT_ROWS; row < std::min(end * FLOAT_ROWS, a.rows); ++row) {
+        const float* x = a.x + row * a.x_row;
+        float* lanes = a.lanes + row / FLOAT_ROWS * a.in_features * FLOAT_ROWS + row % FLOAT_ROWS;
+        for (int i = 0; i < a.in_features; ++i) lanes[static_cast<long>(i) * FLOAT_ROWS] = x[i];
+    }
+}
+
+template <int R, int V>
+__attribute__((noinline)) void float_tile(const FloatLinear& a, long row, long channel, const float* weight,
+                                          bool ahead) {
+    constexpr int FAR = 32;  // inputs
+    const float* left = a.lanes + row * a.in_features;
+    const float* right[V];
+    for (int v = 0; v < V; ++v)
+        right[v] = weight + v * W / PANEL * static_cast<long>(a.in_features) * PANEL + v * W % PANEL;
+    Floats sums[R][V] = {};
+    for (long k = 0; k < a.in_features; ++k, left += FLOAT_ROWS) {
+        if (ahead)
+            for (int v = 0; v < V; v += PANEL / W) __builtin_prefetch(right[v] + (k + FAR) * PANEL);
+        Floats wide[V];
+#pragma GCC unroll 8
+        for (int v = 0; v < V; ++v) wide[v] = load<Floats>(right[v] + k * PANEL);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+            for (int v = 0; v < V; ++v) sums[r][v] = fma(splat(left[r]), wide[v], sums[r][v]);
+    }
+    for (int v = 0; v < V && channel + v * W < a.out_features; ++v) {
+        const long first = channel + v * W, rest = a.out_features - first;
+        const Floats bias = a.bias ? read(a.bias + first, rest) : Floats{};
+        for (int r = 0; r < R; ++r) write(a.out + (row + r) * a.out_features + first, sums[r][v] + bias, rest);
+    }
+}
+
+inline void float_linear(const FloatLinear& a, long group, long begin, long end) {
+    constexpr int PANELS = LINEAR_VECTORS * W / PANEL;
+    const long all = (a.out_features + PANEL - 1L) / PANEL;
+    const int panels = static_cast<int>(std::min<long>(PANELS, all - group * PANELS));
+    const float* weight = a.weight + group * PANELS * static_cast<long>(a.in_features) * PANEL;
+    for (long tile = begin; tile < end; ++tile) {
+        const long row = tile * FLOAT_ROWS;
+        choose<FLOAT_ROWS>(static_cast<int>(std::min<long>(FLOAT_ROWS, a.rows - row)), [&](auto rows) {
+            choose<PANELS>(panels, [&](auto count) {
+                float_tile<rows(), count() * PANEL / W>(a, row, group * LINEAR_VECTORS * W, weight, tile == begin);
             });
         });
     }

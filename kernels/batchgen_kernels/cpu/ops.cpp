@@ -1,4 +1,4 @@
-// Paged attention, rope with KV write, norm, gated activations, keyed noise and 8-bit matmuls on a CPU, behind a plain
+// Paged attention, rope with KV write, norm, gated activations, keyed noise and matmuls on a CPU, behind a plain
 // C interface.
 //
 // The kernels stand in the headers beside this file, written in terms of a vector of W floats. This file includes
@@ -103,6 +103,17 @@ struct Int8Linear {
     long padded_channels() const { return (out_features + PANEL - 1L) / PANEL * PANEL; }
 };
 
+struct FloatLinear {
+    const float* x;
+    long x_row;           // stride
+    const float* weight;  // panels, see matmul.h
+    const float* bias;    // null: none
+    float* out;           // (rows, out_features), contiguous
+    long rows;
+    int in_features, out_features;
+    float* lanes;  // room for the rows in another order
+};
+
 struct Kernels {  // [0] float32, [1] bfloat16, the pool's first; all but attention take a range of rows
     void (*attention[2])(const Attention&, const int32_t* item, const int32_t* next_item);
     void (*rope[2][2])(const Rope&, long begin, long end);
@@ -112,7 +123,9 @@ struct Kernels {  // [0] float32, [1] bfloat16, the pool's first; all but attent
     void (*gumbel)(const Gumbel&, long begin, long end);
     void (*quantize[2])(const Int8Linear&, long begin, long end);  // of register tiles of rows
     void (*int8_linear[2])(const Int8Linear&, long group, long begin, long end);
-    int linear_rows, linear_channels;  // of a register tile
+    void (*order_rows)(const FloatLinear&, long begin, long end);  // of register tiles of rows
+    void (*float_linear)(const FloatLinear&, long group, long begin, long end);
+    int linear_rows, float_rows, linear_channels;  // of a register tile
 };
 
 inline int padded(int head_dim) { return (head_dim + 15) / 16 * 16; }
@@ -135,6 +148,26 @@ void split(int threads, long n, long grain, const Work& work) {
     }
 #pragma omp parallel for schedule(static, 1) num_threads(threads)
     for (long part = 0; part < parts; ++part) work(n * part / parts, n * (part + 1) / parts);
+}
+
+// A matrix product: prepare(begin, end) for all tiles of rows, then multiply(group, begin, end) for all groups of channels.
+// A group is the natural piece of work: its weights are read from memory once. Where that makes too few pieces for many
+// threads, rows are cut too, into parts that still outweigh the reading.
+template <class Prepare, class Multiply>
+void linear(int threads, long rows, int tile_rows, long channels, int group_channels, const Prepare& prepare,
+            const Multiply& multiply) {
+    const long tiles = (rows + tile_rows - 1) / tile_rows, groups = (channels + group_channels - 1) / group_channels;
+    const long parts = std::max(1L, std::min((tiles + 3) / 4, 4L * threads / groups));
+    std::atomic<long> taken{0};
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+        for (long tile = 0; tile < tiles; ++tile) prepare(tile, tile + 1);
+        for (long i; (i = taken.fetch_add(1, std::memory_order_relaxed)) < groups * parts;) {
+            const long part = i % parts;
+            multiply(i / parts, tiles * part / parts, tiles * (part + 1) / parts);
+        }
+    }
 }
 
 }  // namespace
@@ -300,21 +333,20 @@ void bg_int8_linear(int level, int threads, int bf16, const void* x, long x_row,
     const Int8Linear work{x,   x_row, static_cast<const int32_t*>(weight), scales,       sums,  bias,
                           out, rows,  in_features,                         out_features, lanes, row_scales};
     const Kernels& kernels = *LEVELS[level];
-    const long tiles = (rows + kernels.linear_rows - 1) / kernels.linear_rows;
-    const long groups = (out_features + kernels.linear_channels - 1) / kernels.linear_channels;
-    // One group of channels is the natural piece of work: it is read from memory once. Where that makes too few
-    // pieces for many threads, rows are cut too, into parts that still outweigh the reading.
-    const long parts = std::max(1L, std::min((tiles + 3) / 4, 4L * threads / groups));
-    std::atomic<long> taken{0};
-#pragma omp parallel num_threads(threads)
-    {
-#pragma omp for schedule(static)
-        for (long tile = 0; tile < tiles; ++tile) kernels.quantize[bf16](work, tile, tile + 1);
-        for (long i; (i = taken.fetch_add(1, std::memory_order_relaxed)) < groups * parts;) {
-            const long part = i % parts;
-            kernels.int8_linear[bf16](work, i / parts, tiles * part / parts, tiles * (part + 1) / parts);
-        }
-    }
+    linear(
+        threads, rows, kernels.linear_rows, out_features, kernels.linear_channels,
+        [&](long begin, long end) { kernels.quantize[bf16](work, begin, end); },
+        [&](long group, long begin, long end) { kernels.int8_linear[bf16](work, group, begin, end); });
+}
+
+void bg_float_linear(int level, int threads, const float* x, long x_row, const float* weight, const float* bias,
+                     float* out, long rows, int in_features, int out_features, float* lanes) {
+    const FloatLinear work{x, x_row, weight, bias, out, rows, in_features, out_features, lanes};
+    const Kernels& kernels = *LEVELS[level];
+    linear(
+        threads, rows, kernels.float_rows, out_features, kernels.linear_channels,
+        [&](long begin, long end) { kernels.order_rows(work, begin, end); },
+        [&](long group, long begin, long end) { kernels.float_linear(work, group, begin, end); });
 }
 
 }  // extern "C"
@@ -339,7 +371,10 @@ const Kernels kernels = {
     gumbel,
     {quantize<float>, quantize<uint16_t>},
     {int8_linear<float>, int8_linear<uint16_t>},
+    order_rows,
+    float_linear,
     LINEAR_ROWS,
+    FLOAT_ROWS,
     LINEAR_VECTORS * W,
 };
 
