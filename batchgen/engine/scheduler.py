@@ -176,8 +176,13 @@ class Scheduler:
         )
 
     def abandon(self) -> None:
-        """Drop every unfinished sample; no step is in flight."""
-        assert not self._flights
+        """Drop every unfinished sample and the steps in flight, whose results will not come."""
+        for flight in self._flights:
+            for block in flight.registered:
+                self.blocks.forget(block)  # it may never have been computed
+        self._flights.clear()
+        self._pending[:] = 0
+        self._release_ended()
         for sequence in list(self._running.values()):
             self._leave_slot(sequence)
         self._waiting.clear()
