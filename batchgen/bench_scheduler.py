@@ -19,7 +19,7 @@ from batchgen.errors import ConfigError
 from batchgen.types import Request, RowKey, SamplingParams
 from batchgen.workloads import WORKLOADS, random_prompt
 
-EOS, OTHER = 0, 1  # no prompt holds them
+EOS, OTHER = 0, 1  # what the device answers; that prompts hold these ids too ends nothing
 UNCERTAIN_LIMIT = 4096  # max_tokens of rows whose length the scheduler is not told
 PEAK_ROWS = 10_000  # rows with which the unconstrained peak is found: the pool has filled up long before
 

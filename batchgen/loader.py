@@ -39,7 +39,7 @@ ROWS_BYTES = 512 << 20  # for rows on their way in and out: what the loop and th
 TYPICAL_CONTEXT = 512  # tokens of a sample that nothing is known of
 TYPICAL_OUTPUT = 1024  # output tokens that a sample which may have more is given room for at once
 SPREAD = 0.9  # where more rows are to come, room is made for samples as long as this quantile of the first ones
-APART = 1.05  # samples that start one after the other hold somewhat more at once than if they started together
+APART = 1.2  # of what samples hold at once: they start one after the other, and admission reckons from above
 GIB = 1 << 30
 
 
@@ -211,8 +211,8 @@ def _at_once(blocks: npt.NDArray[np.int64], max_num_seqs: int, complete: bool) -
 def _together(
     prompts: npt.NDArray[np.int64], outputs: npt.NDArray[np.int64], shared: npt.NDArray[np.int64], block_size: int
 ) -> int:
-    """Most own blocks that samples hold which all start together and give back what they have when they end, and a
-    little more, because they start one after the other."""
+    """Enough own blocks for samples that start as soon as they can and give back what they have when they end: what
+    they would hold at most if they started together, and some more."""
     peak = 0
     for length in range(block_size, int(outputs.max(initial=0)) + 2 * block_size, block_size):
         held = -(-(prompts + np.minimum(outputs, length)) // block_size) - shared

@@ -24,6 +24,7 @@ from batchgen.io.stores import Store
 from batchgen.ledger import Ledger
 from batchgen.runfolder import Counters
 from batchgen.types import ShardRange
+from batchgen.workloads import WORKLOADS
 
 ROOT = Path(__file__).parents[1]
 
@@ -578,6 +579,12 @@ def test_bench_data_hands_its_workload_on(call: Any, monkeypatch: pytest.MonkeyP
     assert call("bench", "data", "--storage-option", "a={").code == 78
     assert call("bench", "data", "--rows", "0").code == 64
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize("command", ["engine", "scheduler"])
+def test_help_names_every_workload(call: Any, command: str) -> None:
+    said = call("bench", command, "--help").out
+    assert all(re.search(rf"\b{name}\b", said) for name in WORKLOADS)
 
 
 def test_bench_scheduler_simulates(call: Any) -> None:

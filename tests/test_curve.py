@@ -35,7 +35,14 @@ def test_certain_ends_are_summed_exactly_near_by_and_from_above_far_ahead(longes
         need = highest_free(curve, 0, int(room[-1]), int(own[-1]), certain=True)
         held = [(own + step)[room >= step].sum() for step in range(longest_left)]
         assert max(held) - held[0] <= need
-        assert need <= max(held) - held[0] + (0.2 * max(held) if longest_left > 8 else 0)
+        assert need <= max(held) - held[0] + (0.15 * max(held) if longest_left > 8 else 0)
+
+
+@pytest.mark.parametrize("room", [3, 100, 520, 1500])
+def test_certain_ends_that_fall_together_are_summed_exactly(room: int) -> None:
+    curve = KVCurve(LengthForecast(LONGEST), LONGEST)
+    curve.start(np.zeros(9, np.int32), np.full(9, room, np.int32), np.full(9, 40), np.ones(9, np.bool_))
+    assert highest_free(curve, 0, room, 40, certain=True) == 10 * room
 
 
 def test_open_ends_count_by_their_chance_with_some_doubt() -> None:

@@ -311,6 +311,27 @@ def test_generate_reads_requests_as_it_needs_them_and_drops_the_rest_when_left()
     check(list(engine.generate(requests)), requests, settings)
 
 
+@pytest.mark.parametrize("part", ["submit", "sample", "collect"])
+def test_an_error_of_the_runner_comes_out_and_the_engine_can_go_on(part: str) -> None:
+    settings = EngineSettings(max_num_seqs=4, max_batch_tokens=16, num_blocks=64, block_size=4, max_model_len=64)
+    engine, runner = make(settings, depth=2)
+    real, calls = getattr(runner, part), []
+
+    def fails_once(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 4:
+            raise ValueError("a broken device")
+        return real(*given)
+
+    requests = [simulated_request(number, [1 + number % 9, 2, 3, 4, 5, 6]) for number in range(10)]
+    with patch.object(runner, part, fails_once), pytest.raises(ValueError, match="a broken device"):
+        list(engine.generate(requests))
+    assert not engine.has_work and engine.stats().kv_blocks_used == 0
+    engine._scheduler.blocks.check()
+    runner._open.clear()  # what the device had begun
+    check(list(engine.generate(requests)), requests, settings)
+
+
 def test_standing_still_is_an_error_not_a_hang() -> None:
     settings = EngineSettings(max_num_seqs=4, max_batch_tokens=16, num_blocks=64, block_size=4, max_model_len=64)
     engine = Engine(SimulatedRunner(settings), settings=settings, eos_token_ids=EOS, stream_factory=Letters)

@@ -11,8 +11,11 @@ import torch
 from tiny import tiny_model
 
 from batchgen import bench_data, loader, memory, spec
+from batchgen.engine.scheduler import Scheduler
+from batchgen.engine.step import EngineSettings, StepResult
 from batchgen.errors import ConfigError
-from batchgen.types import Demand
+from batchgen.types import Demand, Request, RowKey, SamplingParams
+from batchgen.workloads import WORKLOADS
 
 GIB = 1 << 30
 FREE = 4 * GIB
@@ -110,9 +113,51 @@ def test_a_job_that_is_known_whole_gets_what_it_can_use() -> None:
 def test_samples_that_end_sooner_make_room_for_the_others_to_grow() -> None:
     prompts = demand([BLOCK] * 4, 1).prompts
     staggered = Demand(prompts, [BLOCK, 2 * BLOCK, 4 * BLOCK, 8 * BLOCK], complete=True)
-    # two are left at most of it: 5 and 5 blocks, and a little for their starts; not the 2 + 3 + 5 + 9 of all ends
-    assert blocks(staggered) == 11
+    # two are left at most of it: 5 and 5 blocks, and some more for their starts; not the 2 + 3 + 5 + 9 of all ends
+    assert blocks(staggered) == 12
     assert blocks(staggered, max_num_seqs=3) == 3 + 5 + 9  # the fourth takes the place of the first that ends
+
+
+def known(prompt: int, outputs: list[int]) -> Demand:
+    return Demand(demand([prompt] * len(outputs), 1).prompts, outputs, complete=True)
+
+
+def drawn(workload: str, *, longest_first: bool) -> Demand:
+    items = WORKLOADS[workload].items(np.random.default_rng(0))
+    if longest_first:
+        items.sort(key=lambda item: -item.output_tokens)
+    return Demand([item.prompt for item in items], [item.output_tokens for item in items], complete=True)
+
+
+@pytest.mark.parametrize("certain", [True, False], ids=["certain", "open"])
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        pytest.param(demand([10, 40, 70], 20), id="three"),
+        pytest.param(known(32, [520] * 64), id="long answers"),
+        pytest.param(known(100, [24] * 200), id="short answers in two waves"),
+        pytest.param(known(30, [900] * 50 + [30] * 50), id="half short"),
+        pytest.param(known(32, [300] * 50 + [600] * 50), id="shorter first"),
+        pytest.param(known(64, list(range(10, 1010, 10))), id="shortest first"),
+        pytest.param(known(64, list(range(1000, 0, -10))), id="longest first"),
+        pytest.param(drawn("mixed", longest_first=False), id="mixed"),
+        pytest.param(drawn("mixed", longest_first=True), id="mixed, longest first"),
+        pytest.param(drawn("prefix", longest_first=False), id="prefix"),
+    ],
+)
+def test_no_row_of_a_known_job_waits_for_blocks(wanted: Demand, certain: bool) -> None:
+    """And none is preempted, though all come to their limits."""
+    pool = blocks(wanted, max_num_seqs=100)
+    sizes = EngineSettings(100, 1024, pool, BLOCK, max_model_len=8192)
+    scheduler = Scheduler(sizes, eos_token_ids=frozenset({0}), stream_factory=lambda: pytest.fail("no stop strings"))
+    for row, (prompt, most) in enumerate(zip(wanted.prompts, wanted.max_tokens, strict=True)):
+        sampling = SamplingParams(max_tokens=most, ignore_eos=certain)
+        scheduler.add(Request(RowKey(0, row), prompt, sampling, noise_key=row))
+    while (plan := scheduler.plan()) is not None:
+        assert not scheduler.num_waiting or plan.num_tokens == 1024 or scheduler.num_running == 100
+        count = int(plan.samples.sum())
+        scheduler.update(StepResult(plan.step, np.ones(count, np.int32), np.ones(count, np.bool_)))
+    assert scheduler.stats().output_tokens == sum(wanted.max_tokens) and scheduler.stats().preemptions == 0
 
 
 def test_while_rows_are_to_come_room_is_made_for_samples_like_the_first_ones_and_at_least_for_usual_ones() -> None:

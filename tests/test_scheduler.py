@@ -254,6 +254,32 @@ def test_the_row_with_the_least_work_is_preempted_and_keeps_its_tokens(prefix_ca
     assert (engine.stats().recomputed_tokens <= 4) == prefix_cache  # most of its full blocks were still there
 
 
+def test_the_first_sample_counts_when_the_second_is_let_in() -> None:
+    settings = EngineSettings(max_num_seqs=2, max_batch_tokens=32, num_blocks=10, block_size=4, max_model_len=64)
+    engine, runner = make(settings)
+    for row in range(2):
+        engine.add(request(row, [row + 1] * 4, max_tokens=28, ignore_eos=True))  # 8 blocks each
+    run(engine)
+    assert engine.stats().preemptions == 0
+    assert len(runner.plans[0].slots) == 1
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_a_pool_that_holds_all_at_their_limits_runs_all(depth: int, prefix_cache: bool) -> None:
+    """To the last block, whether their ends are certain or not; what they share counts once."""
+    common, each = (2, 5) if prefix_cache else (0, 7)
+    for num_blocks, together in ((common + 4 * each, 4), (common + 4 * each - 1, 3)):
+        settings = EngineSettings(4, 64, num_blocks, block_size=4, max_model_len=64, prefix_cache=prefix_cache)
+        engine, runner = make(settings, depth)
+        requests = [request(row, [*range(1, 9), row + 1], max_tokens=20, ignore_eos=True) for row in range(4)]
+        for one in requests:  # 29 tokens: the last one is never computed
+            engine.add(one)
+        check(run(engine), requests, settings)
+        assert len(runner.plans[0].slots) == together
+        assert engine.stats().preemptions == 0
+
+
 def runs_to_its_limit(prompt: list[int], max_tokens: int, settings: EngineSettings) -> int:
     """A noise key with which this prompt's output holds no EOS."""
     for key in range(1000):

@@ -43,18 +43,19 @@ class KVCurve:
         shape = (num_moments, num_moments)
         held = np.bincount(cells, own, minlength=num_moments**2).reshape(shape)
         count = np.bincount(cells, minlength=num_moments**2).reshape(shape)
+        grown = np.bincount(cells, room, minlength=num_moments**2).reshape(shape) - count * self._ahead
         held = held[:, ::-1].cumsum(1)[:, ::-1]  # of samples that may see this moment
         count = count[:, ::-1].cumsum(1)[:, ::-1]
-        tokens = (held + count * self._ahead) * self._alive
+        tokens = (held + count * self._ahead + grown) * self._alive  # those that end by then have grown by their room
         variance = (tokens * tokens * (1 / np.maximum(self._alive, 1e-9) - 1) / np.maximum(count, 1)).sum(0)
         self._tokens = tokens.sum(0) + DEVIATIONS * np.sqrt(variance)
 
-    def admit(self, produced: int, room: int, own: int, certain: bool, free: int) -> bool:
+    def admit(self, produced: int, room: int, own: int, certain: bool, free: float) -> bool:
         """Whether what is held rises by no more than `free` tokens with this sample; then it is part of the curve."""
         seen = self._last_of[room] + 1
         tokens = self._tokens.copy()
         kind = -1 if certain else self._kind_of[produced]
-        tokens[:seen] += (self._ahead[:seen] + own) * self._alive[kind, :seen]
+        tokens[:seen] += (np.minimum(self._ahead[:seen], room) + own) * self._alive[kind, :seen]
         if tokens.max() - tokens[0] > free:
             return False
         self._tokens = tokens

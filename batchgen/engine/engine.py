@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
@@ -116,6 +117,13 @@ class Engine:
                         self.add(request)
                 yield from self.step()
         except BaseException:  # the caller left, or a request could not be made: nothing of it may come out later
-            self._drain()
-            self._scheduler.abandon()
+            self._abandon()
             raise
+
+    def _abandon(self) -> None:
+        """Wait for the steps in flight and drop every sample. What failed may have left the runner in any state."""
+        with contextlib.suppress(Exception):
+            while self._handles:
+                self.runner.collect(self._handles.popleft())
+        self._handles.clear()
+        self._scheduler.abandon()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -94,6 +95,7 @@ class Scheduler:
         self._steps = 0
         self._forecast = LengthForecast(settings.max_model_len)
         self._curve = KVCurve(self._forecast, settings.max_model_len)
+        self._growth = 0  # blocks that running samples will still ask for if they all come to their limits
         self._learn_at = 0  # step
         self._refused = False  # the pool had no room for the next sample, and nothing has changed that since
         self._stats = EngineStats(kv_blocks_total=settings.num_blocks)
@@ -176,8 +178,13 @@ class Scheduler:
         )
 
     def abandon(self) -> None:
-        """Drop every unfinished sample; no step is in flight."""
-        assert not self._flights
+        """Drop every unfinished sample and the steps in flight, whose results will not come."""
+        for flight in self._flights:
+            for block in flight.registered:
+                self.blocks.forget(block)  # it may never have been computed
+        self._flights.clear()
+        self._pending[:] = 0
+        self._release_ended()
         for sequence in list(self._running.values()):
             self._leave_slot(sequence)
         self._waiting.clear()
@@ -285,7 +292,7 @@ class Scheduler:
             hits = self._find_prefix(sequence)
             need = num_blocks - len(hits)
             left = self.blocks.num_free - need - self.blocks.count_free(hits)
-            if left < 0 or (self._running and not (left >= self._watermark and self._fits(sequence, need, left))):
+            if left < 0 or not self._fits(sequence, need, left):
                 self._refused = True
                 break
             self._waiting.popleft()
@@ -313,12 +320,26 @@ class Scheduler:
             self._curve.learn(produced[~certain])
         own = self._capacity[slots] - self._shared[slots]  # shared prefixes: counted once, never given back
         self._curve.start(produced, self._limit[slots] - self._total[slots], own, certain)
+        size = self.settings.block_size
+        at_limit = -(-(self._limit[slots] - 1) // size)  # blocks; a sample's last token is never computed
+        self._growth = int((at_limit - self._capacity[slots] // size).sum())
 
     def _fits(self, sequence: Sequence, need: int, left: int) -> bool:
-        """Whether the pool will hold all running samples and this one, which leaves `left` blocks free now."""
-        size = self.settings.block_size
-        room = sequence.limit - len(sequence.tokens)
-        return self._curve.admit(sequence.num_output, room, need * size, sequence.ends_at_limit, left * size)
+        """Whether the pool will hold all running samples and this one, which leaves `left` blocks free now: because
+        it has room for all of them at their limits, or because others will probably end first. One that would run
+        alone is let in whatever it needs."""
+        size, num_tokens = self.settings.block_size, len(sequence.tokens)
+        growth = self._growth + -(-(sequence.limit - 1) // size) - -(-num_tokens // size)
+        free = math.inf
+        if self._running and growth > left:
+            if left < self._watermark:
+                return False
+            free = left * size
+        room = sequence.limit - num_tokens
+        if not self._curve.admit(sequence.num_output, room, need * size, sequence.ends_at_limit, free):
+            return False
+        self._growth = growth
+        return True
 
     def _add_chunk(self, sequence: Sequence, draft: _Draft, budget: int) -> int:
         """Put the next chunk of its known tokens into the plan; what it fills can be shared from here on, because
