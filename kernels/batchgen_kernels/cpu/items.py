@@ -139,7 +139,7 @@ def find_prefixes(
     runs: list[tuple[int, int, int]] = []  # depth, first row, end
     opened = [(0, 0)]  # depth, first row
     changes = np.flatnonzero(np.diff(common, prepend=0, append=0))
-    for row, depth in zip(changes.tolist(), [*common[changes[:-1]].tolist(), 0], strict=True):
+    for row, depth in zip(changes.tolist(), np.append(common, 0)[changes].tolist(), strict=True):
         first = row
         while opened[-1][0] > depth:
             deeper, first = opened.pop()
