@@ -181,7 +181,8 @@ def child_main(pipe: int, state: int) -> None:
     try:
         for number, batch in enumerate(Worker(task, State(state)).run()):
             if number == HEAD_START:
-                os.nice(NICE)
+                with contextlib.suppress(OSError):  # forbidden, as in some sandboxes
+                    os.nice(NICE)
             _send(connection, ("rows", batch))
         _send(connection, ("finished", None))
     except BrokenPipeError:  # the parent is gone

@@ -73,6 +73,9 @@ def run(
 ) -> dict[str, Any]:
     """Run a job to its end, or go on with it where an earlier start left it; returns the summary.
 
+    Its `seconds` and `startup_seconds` (up to the first step) begin with this call, not with the process: this one may
+    have lived for long, or have asked its user something.
+
     Raises Interrupted (progress saved, run again), DataError (too many failed rows), ConfigError (the folder holds
     another job) and the other errors of `batchgen.errors`.
     """

@@ -8,10 +8,10 @@ from pathlib import Path, PurePosixPath
 
 import psutil
 
-# file names in a group's folder: limits, what is used, and the entry of memory.stat that counts files in the page
-# cache which have not been used for long: they give way
-VERSION_2 = (("memory.max", "memory.high"), "memory.current", "inactive_file")
-VERSION_1 = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
+# file names in a group's folder: limits, what is used, and what the entries of memory.stat begin with that count files
+# in the page cache: they give way, whether they were used once (inactive) or again (active)
+VERSION_2 = (("memory.max", "memory.high"), "memory.current", "")
+VERSION_1 = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_")
 
 
 def available() -> int:
@@ -24,13 +24,14 @@ def group_room(proc: Path = Path("/proc/self")) -> Iterator[int]:
 
     A group may be limited anywhere on that way, by itself or by what its neighbours take.
     """
-    for folder, top, (limits, used, cache) in _groups(proc):
+    for folder, top, (limits, used, all_of) in _groups(proc):
         for place in [folder, *folder.parents][: len(folder.parts) - len(top.parts) + 1]:
             for limit in limits:
                 try:
                     counts = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
                     most, now = (int((place / name).read_text()) for name in (limit, used))
-                    yield most - now + int(counts.get(cache, 0))
+                    cache = sum(int(counts.get(f"{all_of}{kind}_file", 0)) for kind in ("inactive", "active"))
+                    yield most - now + cache
                 except (OSError, ValueError):  # no such group, a root without these files, or "max"
                     continue
 

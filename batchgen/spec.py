@@ -394,7 +394,7 @@ class EngineSpec(Section):
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = Field(
         default="auto",
         description="Number format of the KV cache; auto is the model's. bfloat16 beside a float32 model holds twice "
-        "the tokens and reads them faster, for keys and values rounded to 8 bits.",
+        "the tokens and reads them faster, for keys and values rounded to bfloat16.",
     )
     block_size: kinds.AutoCount = Field(default="auto", description="Tokens in one block of the KV cache.")
     prefix_cache: bool = Field(default=True, description="Rows with the same beginning compute it once.")

@@ -24,8 +24,8 @@ from tokenizers import models, pre_tokenizers
 
 from batchgen import spec
 from batchgen.errors import BatchgenError, ConfigError, DataError, ExitCode, ModelError
-from batchgen.feeder import Feeder, RowBatch
-from batchgen.feeder_child import NICE
+from batchgen.feeder import BOOT, Feeder, RowBatch
+from batchgen.feeder_child import HEAD_START, NICE
 from batchgen.io import sources
 from batchgen.io.files import expand
 from batchgen.tokenizer import Tokenizer
@@ -281,6 +281,13 @@ def test_the_child_is_light_and_out_of_the_way(data: Path, model: Path) -> None:
     assert not child.is_running()
 
 
+def test_where_priorities_may_not_be_changed(data: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    denied = "import os\ndef nice(number): raise PermissionError(1, 'Operation not permitted')\nos.nice = nice\n"
+    monkeypatch.setattr("batchgen.feeder.BOOT", denied + BOOT)
+    numbered(data / "a.jsonl", 256 * (HEAD_START + 2))
+    assert len(rows_of(delivered(job(data), model))) == 256 * (HEAD_START + 2)
+
+
 def test_leaving_early(data: Path, model: Path) -> None:
     numbered(data / "a.jsonl", 256 * 100)
     with feeder(job(data), model) as feed:
@@ -356,6 +363,38 @@ def test_a_row_that_hangs_while_it_is_rendered(data: Path, model: Path) -> None:
     failed = [(b.file, int(b.rows[place]), code, message) for b in batches for place, code, message in b.errors]
     assert [error[:3] for error in failed] == [(0, 300, "template_error")] and "did not end" in failed[0][3]
     assert [b.carried.column(0)[0].as_py() for b in batches] == [str(b.rows[0]) for b in batches]
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_child_that_hangs_while_the_first_rows_are_looked_at(
+    data: Path, model: Path, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the first child sent before is handed out once, before what the next one sends."""
+    monkeypatch.setattr("batchgen.feeder.MORE_PATIENCE", 20.0)
+    num_rows = 1000 if ends else 5000
+    write_rows(data / "a.jsonl", [{"text": str(i), "n": 99999 if i == 600 else 1} for i in range(num_rows)])
+    template = "{% for a in range(n) %}{% for b in range(n) %}{% endfor %}{% endfor %}{{ text }}"
+    with feeder(job(data, prompt={"template": template}), model, stuck_seconds=0.3) as feed:
+        child = feed._child
+        asked = feed.demand()
+        assert feed._child is not child, "no child was replaced"
+        assert asked is not None and asked.complete is ends
+        batches = drain(feed)
+    assert rows_of(batches) == [(0, i) for i in range(num_rows)]
+    assert [int(batch.rows[place]) for batch in batches for place, _, _ in batch.errors] == [600]
+    tokens = [b.token_ids[b.offsets[i] : b.offsets[i + 1]] for b in batches for i in range(b.num_rows)]
+    seen = [prompt.tolist() for prompt in asked.prompts]
+    assert seen == [prompt.tolist() for prompt in tokens if len(prompt)][: len(seen)] and len(seen) > 600
+
+
+def test_a_child_that_fails_while_the_first_rows_are_looked_at(
+    data: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchgen.feeder.MORE_PATIENCE", 20.0)
+    pq.write_table(pa.table({"text": ["x" * 50] * 600}), data / "a.parquet")
+    (data / "b.parquet").write_bytes((data / "a.parquet").read_bytes()[:-100])
+    with feeder(job(data), model) as feed, pytest.raises(DataError, match=r"b\.parquet"):
+        feed.demand()
 
 
 def test_a_row_that_hangs_while_it_is_encoded(data: Path, tmp_path: Path) -> None:

@@ -30,8 +30,11 @@ def group(folder: Path, *, version: int = 2, cache: int = 0, **files: object) ->
     folder.mkdir(parents=True, exist_ok=True)
     for name, value in files.items():
         (folder / name.replace("_", ".", 1)).write_text(f"{value}\n")
-    key = "inactive_file" if version == 2 else "total_inactive_file"
-    (folder / "memory.stat").write_text(f"anon 1\n{key} {cache}\n")
+    # version 1 says first what is the group's own, then what is its and its children's
+    stat = ["anon 1", *(f"{key} {3 * cache}" for key in ("inactive_file", "active_file") if version == 1)]
+    total = "" if version == 2 else "total_"
+    stat += [f"{total}inactive_file {cache - cache // 3}", f"{total}active_file {cache // 3}"]
+    (folder / "memory.stat").write_text("\n".join(stat) + "\n")
 
 
 def proc(folder: Path, cgroup: str, mountinfo: str) -> Path:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
+import simulated
 from fakes import FakeEngine, FakeModel, byte_tokenizer, fake_tokens
 from simulated import check, expected, make
 from simulated import run as simulated_run
@@ -328,8 +329,11 @@ def test_followers_and_waiting_samples_fill_the_window(monkeypatch: pytest.Monke
     assert plan.full
 
 
-def test_over_the_real_scheduler_every_sample_comes_out_as_if_it_ran_alone() -> None:
+def test_over_the_real_scheduler_every_sample_comes_out_as_if_it_ran_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few blocks, preemptions, rows that fail, tokens of earlier starts, equal rows of every kind."""
+    # What the simulated model answers depends on noise key and sample; greedy rows here have key 0 and draw nothing.
+    drawn = simulated.answer
+    monkeypatch.setattr(simulated, "answer", lambda history, key, sample: drawn(history, key, sample if key else 0))
     rng = np.random.default_rng(3)
     copied = 0
     for _ in range(40):
@@ -344,13 +348,14 @@ def test_over_the_real_scheduler_every_sample_comes_out_as_if_it_ran_alone() -> 
         requests = []
         for row in range(30):
             n, temperature = int(rng.choice([1, 1, 2])), float(rng.choice([0.0, 0.0, 1.0]))
-            params = SamplingParams(max_tokens=int(rng.choice([6, 12])), n=1 if temperature == 0 else n)
-            params = replace(params, temperature=temperature)
+            params = SamplingParams(max_tokens=int(rng.choice([6, 12])), n=n, temperature=temperature)
             prompt = np.repeat(rng.integers(1, 4, int(rng.integers(0, 3))), 4).astype(np.int32)
-            one = Request(RowKey(0, row), prompt, params, 0)  # one key: the fakes' draws depend on it, greedy or not
-            whole = expected(one, 0, settings)
+            one = Request(RowKey(0, row), prompt, params, int(temperature > 0))
+            sample = int(rng.integers(n))
+            whole = expected(one, sample, settings)
             if whole is not None and rng.random() < 0.2 and whole.error is None:
-                one = replace(one, resume={0: whole.token_ids[: int(rng.integers(0, len(whole.token_ids) + 1))]})
+                kept = whole.token_ids[: int(rng.integers(0, len(whole.token_ids) + 1))]
+                one = replace(one, resume={sample: kept if rng.random() < 0.7 else None})
             requests.append(one)
         plan = Planner(engine)
         done: list[Completion] = []

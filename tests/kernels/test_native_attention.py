@@ -6,9 +6,11 @@ import itertools
 from dataclasses import dataclass
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 from batchgen_kernels import cpu, reference
+from batchgen_kernels.cpu.items import find_prefixes
 
 OPS = cpu.load()
 pytestmark = pytest.mark.skipif(OPS is None, reason="the native ops were not built")
@@ -232,6 +234,20 @@ def test_what_a_row_reads_alone_is_not_shared(ops: cpu.Ops) -> None:
 
     assert phases(300, 1) == phases(128, 15) == 2
     assert phases(127, 1) == phases(300, 16) == phases(300, 1, window=1000) == 1
+
+
+def test_a_block_in_common_behind_others_is_no_prefix() -> None:
+    """As where equal prefixes were computed twice, and one copy of a block was given up for the other."""
+    alike = [[1, 2, 3, 4], [5, 2, 3, 4]]
+    sharing, _, prefixes = find_prefixes(np.array(alike, np.int32), np.array([2, 2]), 2)
+    assert len(sharing) == len(prefixes) == 0
+
+    table = np.array([*alike, [6, 2, 8, 9], [6, 2, 8, 9], [6, 2, 8, 7], [1, 3, 3, 4]], np.int32)
+    sharing, done, prefixes = find_prefixes(table, np.full(6, 2), 2)
+    together = {int(row): (tiles, phase) for row, (tiles, phase) in zip(sharing, done.tolist(), strict=True)}
+    assert {row for row, kept in together.items() if kept != (0, 0)} == {2, 3, 4}
+    ((first, end, *rest),) = prefixes.tolist()
+    assert sorted(sharing[first:end].tolist()) == [2, 3, 4] and rest == [0, 1, 0]
 
 
 def test_threads_change_nothing(ops: cpu.Ops) -> None:

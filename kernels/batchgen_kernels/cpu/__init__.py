@@ -15,13 +15,14 @@ from pathlib import Path
 import torch
 
 from batchgen_kernels import reference
+from batchgen_kernels.cpu import items as cut
 from batchgen_kernels.cpu.items import Items, attention_items
 
 ISAS = ("portable", "avx2", "avx512", "avx512_bf16")  # by level
 BLOCK_SIZES = (16, 32, 64, 128)  # what divides the tile of keys
 MAX_HEAD_DIM = 256
-_INTERFACE = 3  # bg_interface() of the ops.cpp that belongs to this file
-_LINEAR_ROWS = 8  # LINEAR_ROWS there at most
+_INTERFACE = 4  # bg_interface() of the ops.cpp that belongs to this file
+_LINEAR_ROWS = 8  # of a register tile of an 8-bit matmul at most
 _FLAGS = {torch.float32: 0, torch.bfloat16: 1}
 _SIGNATURES = {  # i int, l long, f float, p pointer
     "bg_attention": "iiii" + "pllpppl" + "plppip" + "iiii" + "ffi" + "l",
@@ -45,10 +46,22 @@ def load() -> Ops | None:
     except OSError as error:
         logging.getLogger("batchgen_kernels").warning("%s does not load (%s): reinstall to build it again", path, error)
         return None
-    if library.bg_interface() != _INTERFACE:
+    if library.bg_interface() != _INTERFACE or not _sizes_agree(library):
         logging.getLogger("batchgen_kernels").warning("%s is of another version: reinstall to build it again", path)
         return None
     return Ops(library, library.bg_best_level())
+
+
+def _sizes_agree(library: ctypes.CDLL) -> bool:
+    """Work is cut and room is made here for kernels that would write past it if they were of other sizes."""
+    sizes = [cut.KEY_TILE, cut.QUERY_ROWS, cut.REGISTER_ROWS, cut.ITEM_WORDS, MAX_HEAD_DIM, _LINEAR_ROWS]
+    sizes += [reference.GROUP, reference.PANEL, _state_floats(1), _state_floats(MAX_HEAD_DIM)]
+    return [library.bg_size(index) for index in range(len(sizes) + 1)] == [*sizes, -1]
+
+
+def _state_floats(head_dim: int) -> int:
+    """Of a row between two items."""
+    return 32 + (head_dim + 15) // 16 * 16
 
 
 def _open(path: Path) -> ctypes.CDLL:
@@ -236,7 +249,7 @@ class Ops:
         if len(items.tokens) > num_tokens:
             raise ValueError(f"query: expected at least the {len(items.tokens)} tokens of the items, got {num_tokens}")
         out = torch.empty(query.shape, dtype=query.dtype)
-        states = torch.empty(items.num_shared * num_heads * (32 + (head_dim + 15) // 16 * 16))
+        states = torch.empty(items.num_shared * num_heads * _state_floats(head_dim))
         self._library.bg_attention(
             self._level,
             torch.get_num_threads(),

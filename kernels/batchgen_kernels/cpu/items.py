@@ -16,9 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-KEY_TILE = 128  # KEY_TILE of ops.cpp
-QUERY_ROWS = 48  # of one item at most: MAX_ROWS there
-REGISTER_ROWS = 6  # ROWS there
+# As the kernels have them, which is checked when these are loaded
+KEY_TILE = 128
+QUERY_ROWS = 48  # of one item at most
+REGISTER_ROWS = 6
+ITEM_WORDS = 6
+
 MIN_SEQUENCES = 2  # that share a prefix
 MIN_TILES_SAVED = 2  # tiles of keys that sharing a prefix saves for each KV head, from which on it pays
 
@@ -35,7 +38,7 @@ class Items:
     """
 
     tokens: IntArray  # (num_tokens, 2): place in the batch, number of keys seen, its own included
-    rows: IntArray  # (num_items, 6), the dearest of a phase first
+    rows: IntArray  # (num_items, ITEM_WORDS), the dearest of a phase first
     phases: IntArray  # (num_phases + 1,): the items of phase p are [phases[p], phases[p + 1])
     num_shared: int  # tokens with a state, the first of `tokens`
 
@@ -101,11 +104,11 @@ def attention_items(
     # Reading a key costs about what 4 rows of it cost.
     by_cost = np.lexsort((-keys * (count + 4), phase[span]))
     span, first, count = span[by_cost], first[by_cost], count[by_cost]
-    items = np.empty((len(span), num_kv_heads, 6), dtype=np.int32)
+    items = np.empty((len(span), num_kv_heads, ITEM_WORDS), dtype=np.int32)
     for column, values in enumerate((sequence[span], None, first, count, begin[span], end[span])):
         items[:, :, column] = np.arange(num_kv_heads) if values is None else values[:, None]
     bounds = np.searchsorted(phase[span], np.arange(phase.max(initial=0) + 2)) * num_kv_heads
-    return Items(tokens, items.reshape(-1, 6), bounds.astype(np.int32), int(places[num_sharing]))
+    return Items(tokens, items.reshape(-1, ITEM_WORDS), bounds.astype(np.int32), int(places[num_sharing]))
 
 
 def find_prefixes(
@@ -139,7 +142,7 @@ def find_prefixes(
     runs: list[tuple[int, int, int]] = []  # depth, first row, end
     opened = [(0, 0)]  # depth, first row
     changes = np.flatnonzero(np.diff(common, prepend=0, append=0))
-    for row, depth in zip(changes.tolist(), [*common[changes[:-1]].tolist(), 0], strict=True):
+    for row, depth in zip(changes.tolist(), np.append(common, 0)[changes].tolist(), strict=True):
         first = row
         while opened[-1][0] > depth:
             deeper, first = opened.pop()

@@ -15,6 +15,7 @@
 constexpr int LINEAR_ROWS = BG_LEVEL >= 2 ? 8 : 4;  // of a register tile
 constexpr int LINEAR_VECTORS = BG_LEVEL >= 2 ? 3 : PANEL / W;  // of a register tile: whole panels
 constexpr int LINEAR_FORMS = BG_LEVEL >= 3 ? 1 : 2;  // lanes that four inputs of a row take
+static_assert(LINEAR_ROWS <= MAX_LINEAR_ROWS && LINEAR_FORMS <= 2, "callers make room for no more");
 
 #if BG_LEVEL >= 3
 inline Ints multiply_bytes(Ints sum, Ints unsigned_bytes, Ints signed_bytes) {

@@ -14,6 +14,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <thread>
 #include <type_traits>
 #include <utility>
@@ -32,6 +33,7 @@ constexpr int ITEM_WORDS = 6;
 constexpr int MAX_DIM = 256;
 constexpr int GROUP = 64;  // inputs of an 8-bit matmul that share a scale in a row of activations
 constexpr int PANEL = 16;  // output channels that an 8-bit weight keeps together
+constexpr int MAX_LINEAR_ROWS = 8;  // of a register tile of an 8-bit matmul
 constexpr int MAX_ROWS = 48;  // query rows of one work item: few enough that their state stays in L2
 
 struct Attention {
@@ -230,7 +232,15 @@ const Kernels* const LEVELS[] = {
 extern "C" {
 
 // Changes with any change of this interface, so that a library built from older source is not called wrongly.
-int bg_interface() { return 3; }
+int bg_interface() { return 4; }
+
+// The sizes by which callers cut work and make room, in the order of _sizes_agree() in cpu/__init__.py, which compares
+// them with its own; -1 behind the last.
+int bg_size(int index) {
+    const long sizes[] = {KEY_TILE,        MAX_ROWS, portable::ROWS, ITEM_WORDS,      MAX_DIM,
+                          MAX_LINEAR_ROWS, GROUP,    PANEL,          state_floats(1), state_floats(MAX_DIM)};
+    return index < static_cast<int>(std::size(sizes)) ? static_cast<int>(sizes[index]) : -1;
+}
 
 // The highest level this machine runs.
 int bg_best_level() {
