@@ -21,8 +21,8 @@ from batchgen_kernels.cpu.items import Items, attention_items
 ISAS = ("portable", "avx2", "avx512", "avx512_bf16")  # by level
 BLOCK_SIZES = (16, 32, 64, 128)  # what divides the tile of keys
 MAX_HEAD_DIM = 256
-_INTERFACE = 4  # bg_interface() of the ops.cpp that belongs to this file
-_LINEAR_ROWS = 8  # of a register tile of an 8-bit matmul at most
+_INTERFACE = 5  # bg_interface() of the ops.cpp that belongs to this file
+_LINEAR_ROWS = 8  # of a register tile of a matmul at most
 _FLAGS = {torch.float32: 0, torch.bfloat16: 1}
 _SIGNATURES = {  # i int, l long, f float, p pointer
     "bg_attention": "iiii" + "pllpppl" + "plppip" + "iiii" + "ffi" + "l",

@@ -176,6 +176,7 @@ void int8_linear(const Int8Linear& a, long group, long begin, long end) {
 // ---- float32: panels are [in_features][PANEL], a tile of rows [in_features][FLOAT_ROWS] ------------------------------
 
 constexpr int FLOAT_ROWS = BG_LEVEL >= 2 ? 8 : BG_LEVEL == 1 ? 6 : 3;
+static_assert(FLOAT_ROWS <= MAX_LINEAR_ROWS, "callers make room for no more");
 
 inline void order_rows(const FloatLinear& a, long begin, long end) {
     for (long row = begin * FLOAT_ROWS; row < std::min(end * FLOAT_ROWS, a.rows); ++row) {

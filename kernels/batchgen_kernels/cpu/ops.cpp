@@ -33,7 +33,7 @@ constexpr int ITEM_WORDS = 6;
 constexpr int MAX_DIM = 256;
 constexpr int GROUP = 64;  // inputs of an 8-bit matmul that share a scale in a row of activations
 constexpr int PANEL = 16;  // output channels that an 8-bit weight keeps together
-constexpr int MAX_LINEAR_ROWS = 8;  // of a register tile of an 8-bit matmul
+constexpr int MAX_LINEAR_ROWS = 8;  // of a register tile of a matmul at most
 constexpr int MAX_ROWS = 48;  // query rows of one work item: few enough that their state stays in L2
 
 struct Attention {
@@ -232,7 +232,7 @@ const Kernels* const LEVELS[] = {
 extern "C" {
 
 // Changes with any change of this interface, so that a library built from older source is not called wrongly.
-int bg_interface() { return 4; }
+int bg_interface() { return 5; }
 
 // The sizes by which callers cut work and make room, in the order of _sizes_agree() in cpu/__init__.py, which compares
 // them with its own; -1 behind the last.
