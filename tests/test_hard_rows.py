@@ -13,6 +13,7 @@ from fakes import byte_tokenizer
 from tiny import tiny_model
 
 from batchgen import job, spec
+from batchgen.engine.curve import KVCurve
 from batchgen.engine.scheduler import Scheduler
 from batchgen.models.decoder import Decoder
 
@@ -102,7 +103,8 @@ def test_a_pool_for_a_third_of_the_sequences_that_run(folder: Path, tmp_path: Pa
     (tmp_path / "wide").mkdir()
     _, wide = run(folder, tmp_path / "wide", rows, sampling={"max_tokens": 50})
     engine = {"kv_memory": "1MiB", "prefix_cache": False, "max_num_seqs": 50}  # 1,024 tokens for 50 times 56
-    with patch.object(Scheduler, "_preempt", autospec=True, side_effect=Scheduler._preempt) as preempted:
+    preempts = patch.object(Scheduler, "_preempt", autospec=True, side_effect=Scheduler._preempt)
+    with patch.object(KVCurve, "admit", return_value=True), preempts as preempted:  # no forecast holds anyone back
         summary, found = run(folder, tmp_path, rows, sampling={"max_tokens": 50}, engine=engine)
     assert preempted.called
     assert summary["complete"] and [row["token_ids"] for row in found] == [row["token_ids"] for row in wide]
