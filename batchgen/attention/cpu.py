@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 
 import torch
-from batchgen_kernels.cpu import Ops, zeros
+from batchgen_kernels import pages
+from batchgen_kernels.cpu import Ops
 from batchgen_kernels.cpu.items import Items
 
 from batchgen.attention.base import AttentionMetadata
@@ -34,7 +35,7 @@ class CpuAttention:
         if dtype not in (torch.float32, torch.bfloat16):
             raise ModelError(f"the native CPU attention keeps keys and values in float32 or bfloat16, not in {dtype}")
         self._layers = tuple(layers)
-        self._pools = [zeros(self._pool_shape(num_blocks, spec), dtype) for spec in layers]
+        self._pools = [pages.zeros(self._pool_shape(num_blocks, spec), dtype) for spec in layers]
 
     def _pool_shape(self, num_blocks: int, spec: KVSpec) -> tuple[int, int, int]:
         try:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from batchgen_kernels import pages
 from batchgen_kernels.reference import FloatWeight, Int8Weight, quantize
 
 from batchgen.models.config import RopeConfig
@@ -42,7 +43,7 @@ class Ops(Protocol):
         ...
 
     def float_linear(self, x: torch.Tensor, weight: FloatWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """(num_tokens, in_features) -> (num_tokens, out_features), all in float32."""
+        """(num_tokens, in_features) -> (num_tokens, out_features), all in float32 or all in bfloat16."""
         ...
 
     def int8_linear(self, x: torch.Tensor, weight: Int8Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -120,7 +121,7 @@ class Linear:
 
 
 class FloatLinear(Linear):
-    """The same in float32 by the ops' own product."""
+    """The same by the ops' own product."""
 
     def __init__(self, in_features: int, parts: Sequence[int], *, bias: bool, dtype: torch.dtype, ops: Ops) -> None:
         super().__init__(in_features, parts, bias=bias, dtype=dtype)
@@ -128,7 +129,8 @@ class FloatLinear(Linear):
         self._panels: FloatWeight | None = None
 
     def use(self, weight: torch.Tensor) -> None:
-        self._panels = FloatWeight.pack(weight)
+        packed = FloatWeight.pack(weight)
+        self._panels = packed._replace(panels=pages.keep(packed.panels))
         self.weight = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -151,7 +153,8 @@ class Int8Linear(Linear):
 
     def use(self, weight: torch.Tensor) -> None:
         parts = [Int8Weight.pack(*quantize(rows)) for rows in weight.split(QUANTIZE_ROWS)]
-        self._int8 = parts[0] if len(parts) == 1 else Int8Weight.stack(parts)
+        packed = parts[0] if len(parts) == 1 else Int8Weight.stack(parts)
+        self._int8 = packed._replace(panels=pages.keep(packed.panels))
         self.weight = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -166,7 +169,7 @@ def linear_kind(dtype: torch.dtype, quantization: str | None, ops: Ops) -> Calla
     """What makes a model's linear layers, from (in_features, parts, bias=)."""
     if quantization:
         return partial(QUANTIZED[quantization], dtype=dtype, ops=ops)
-    if dtype == torch.float32 and ops.float_linear_pays:
+    if dtype in (torch.float32, torch.bfloat16) and ops.float_linear_pays:
         return partial(FloatLinear, dtype=dtype, ops=ops)
     return partial(Linear, dtype=dtype)
 

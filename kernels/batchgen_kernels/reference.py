@@ -222,16 +222,33 @@ class Int8Weight(NamedTuple):
 
 
 class FloatWeight(NamedTuple):
-    """A float32 weight (out_features, in_features) as the ops read it, channels padded to whole panels with zeros."""
+    """A weight (out_features, in_features) in float32 or bfloat16 as the ops read it.
 
-    panels: torch.Tensor  # (num_panels, in_features, PANEL) float32
+    A lane is one input in float32, two neighbouring ones in bfloat16. Channels are padded to whole panels of PANEL and
+    inputs to whole lanes, with zeros.
+    """
+
+    panels: torch.Tensor  # (num_panels, num_lanes, PANEL, inputs of a lane) float32 or bfloat16
     out_features: int
+    in_features: int
 
     @classmethod
     def pack(cls, weight: torch.Tensor) -> FloatWeight:
         channels, inputs = weight.shape
-        padded = F.pad(weight, (0, 0, 0, -channels % PANEL))
-        return cls(padded.view(-1, PANEL, inputs).transpose(1, 2).contiguous(), channels)
+        per_lane = lane_inputs(weight.dtype)
+        padded = F.pad(weight, (0, -inputs % per_lane, 0, -channels % PANEL))
+        lanes = padded.view(-1, PANEL, padded.shape[1] // per_lane, per_lane)
+        return cls(lanes.transpose(1, 2).contiguous(), channels, inputs)
+
+    def unpack(self) -> torch.Tensor:
+        """(out_features, in_features)"""
+        padded = self.panels.transpose(1, 2).flatten(2).flatten(0, 1)
+        return padded[: self.out_features, : self.in_features]
+
+
+def lane_inputs(dtype: torch.dtype) -> int:
+    """How many inputs of a FloatWeight share a lane of 4 bytes."""
+    return 4 // dtype.itemsize
 
 
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -268,10 +285,9 @@ float_linear_pays = False  # whether `float_linear` is faster than torch's own
 
 
 def float_linear(
-    x: torch.Tensor,  # (num_tokens, in_features) float32
+    x: torch.Tensor,  # (num_tokens, in_features) float32 or bfloat16
     weight: FloatWeight,
-    bias: torch.Tensor | None = None,  # (out_features,) float32
+    bias: torch.Tensor | None = None,  # (out_features,)
 ) -> torch.Tensor:
-    """x W^T + b -> (num_tokens, out_features); a row's bits do not depend on the other rows."""
-    channels = weight.panels.transpose(1, 2).flatten(0, 1)[: weight.out_features]
-    return F.linear(x, channels, bias)
+    """x W^T + b -> (num_tokens, out_features), all in one dtype; a row's bits do not depend on the other rows."""
+    return F.linear(x, weight.unpack(), bias)

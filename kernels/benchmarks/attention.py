@@ -7,7 +7,7 @@ from functools import partial
 from types import ModuleType
 
 import torch
-from batchgen_kernels import cpu, reference
+from batchgen_kernels import cpu, pages, reference
 from measure import parse, report, report_machine
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 9, 3, 64, 32
@@ -42,7 +42,7 @@ def bench(
     query = torch.randn(sum(lengths), NUM_HEADS, HEAD_DIM).to(dtype)
     num_layers = NUM_LAYERS if sum(lengths) == len(lengths) else 2
     shape = ops.pool_shape(num_blocks, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE)
-    pools = [cpu.zeros(shape, kv_dtype).normal_() for _ in range(num_layers)]
+    pools = [pages.zeros(shape, kv_dtype).normal_() for _ in range(num_layers)]
 
     def run(by: cpu.Ops | ModuleType, share: bool) -> None:
         items = by.attention_items(

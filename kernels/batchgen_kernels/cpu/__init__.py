@@ -5,11 +5,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
-import math
-import mmap
 from pathlib import Path
 
 import torch
@@ -21,8 +18,8 @@ from batchgen_kernels.cpu.items import Items, attention_items
 ISAS = ("portable", "avx2", "avx512", "avx512_bf16")  # by level
 BLOCK_SIZES = (16, 32, 64, 128)  # what divides the tile of keys
 MAX_HEAD_DIM = 256
-_INTERFACE = 5  # bg_interface() of the ops.cpp that belongs to this file
-_LINEAR_ROWS = 8  # of a register tile of a matmul at most
+_INTERFACE = 6  # bg_interface() of the ops.cpp that belongs to this file
+_LINEAR_ROWS = 12  # of a register tile of a matmul at most
 _FLAGS = {torch.float32: 0, torch.bfloat16: 1}
 _SIGNATURES = {  # i int, l long, f float, p pointer
     "bg_attention": "iiii" + "pllpppl" + "plppip" + "iiii" + "ffi" + "l",
@@ -31,7 +28,7 @@ _SIGNATURES = {  # i int, l long, f float, p pointer
     "bg_gate": "iiiiplpli",
     "bg_gumbel": "iippppli",
     "bg_int8_linear": "iiipl" + "pppp" + "pl" + "iipp",
-    "bg_float_linear": "iipl" + "pppl" + "iip",
+    "bg_float_linear": "iiipl" + "pppl" + "iip",
 }
 _TYPES = {"i": ctypes.c_int, "l": ctypes.c_long, "f": ctypes.c_float, "p": ctypes.c_void_p}
 
@@ -80,23 +77,6 @@ def _open(path: Path) -> ctypes.CDLL:
         function.argtypes = [_TYPES[kind] for kind in signature]
         function.restype = None
     return library
-
-
-def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """For KV pools: zeros whose pages are there already, so that missing memory is missed now, not in mid-run.
-
-    In huge pages where the system gives them: attention hops from block to block all over the pool, and looking up
-    small pages took a fifth of a decode's reading time and more.
-    """
-    size, huge = math.prod(shape) * dtype.itemsize, 2 << 20
-    if size < huge or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(shape, dtype=dtype).zero_()
-    region = mmap.mmap(-1, size + huge, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel built without them
-        region.madvise(mmap.MADV_HUGEPAGE)
-    raw = torch.frombuffer(region, dtype=torch.uint8)  # keeps the region alive
-    start = -raw.data_ptr() % huge
-    return raw[start : start + size].view(dtype).view(shape).zero_()
 
 
 def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -399,35 +379,40 @@ class Ops:
 
     @property
     def float_linear_pays(self) -> bool:
-        """Whether it is faster than oneDNN's: by 10 to 19 % with AVX2; with AVX-512 that is not known."""
-        return self.isa == "avx2"
+        """Whether it is faster than torch's own: as fast as oneDNN or faster at all instruction sets but the last."""
+        return self.isa != "portable"
 
     def float_linear(
         self,
-        x: torch.Tensor,  # (num_tokens, in_features) float32
+        x: torch.Tensor,  # (num_tokens, in_features) float32 or bfloat16
         weight: reference.FloatWeight,
-        bias: torch.Tensor | None = None,  # (out_features,) float32
+        bias: torch.Tensor | None = None,  # (out_features,)
     ) -> torch.Tensor:  # (num_tokens, out_features)
-        num_panels, in_features, _ = weight.panels.shape
+        bf16, dtype = _flag("x", x), x.dtype
+        num_panels, num_lanes, _, per_lane = weight.panels.shape
         num_tokens = x.shape[0]
-        _check("x", x, torch.float32, (num_tokens, in_features))
-        _check_contiguous("panels", weight.panels, torch.float32, (num_panels, in_features, reference.PANEL))
-        if -(-weight.out_features // reference.PANEL) != num_panels:
-            raise ValueError(f"panels: {num_panels} cannot be of {weight.out_features} channels")
+        _check("x", x, dtype, (num_tokens, weight.in_features))
+        _check_contiguous("panels", weight.panels, dtype, (num_panels, num_lanes, reference.PANEL, 4 // dtype.itemsize))
+        if (-(-weight.out_features // reference.PANEL), -(-weight.in_features // per_lane)) != (num_panels, num_lanes):
+            raise ValueError(
+                f"panels: {num_panels} of {num_lanes} lanes cannot be of {weight.out_features} channels and "
+                f"{weight.in_features} inputs"
+            )
         if bias is not None:
-            _check_contiguous("bias", bias, torch.float32, (weight.out_features,))
-        out = torch.empty(num_tokens, weight.out_features)
-        lanes = torch.empty((num_tokens + _LINEAR_ROWS) * in_features)
+            _check_contiguous("bias", bias, dtype, (weight.out_features,))
+        out = torch.empty(num_tokens, weight.out_features, dtype=dtype)
+        lanes = torch.empty((num_tokens + _LINEAR_ROWS) * num_lanes, dtype=torch.int32)
         self._library.bg_float_linear(
             self._level,
             torch.get_num_threads(),
+            bf16,
             x.data_ptr(),
             x.stride(0),
             weight.panels.data_ptr(),
             0 if bias is None else bias.data_ptr(),
             out.data_ptr(),
             num_tokens,
-            in_features,
+            weight.in_features,
             weight.out_features,
             lanes.data_ptr(),
         )

@@ -140,7 +140,7 @@ constexpr int LEAD = 24;
 constexpr int PIECE = 64;  // lanes
 
 inline void fetch(const uint32_t* piece) {
-    for (int line = 0; line < PIECE; line += 16) __builtin_prefetch(piece + line);
+    for (int line = 0; line < PIECE; line += 16) __builtin_prefetch(piece + line, 0, 2);
 }
 
 // The first LEAD pieces of `count` blocks that are read side by side.
@@ -161,7 +161,7 @@ __attribute__((noinline)) void score(const typename E::Left* left, const uint32_
             if (k >= turn)
                 fetch(pieces[k - turn]);
             else
-                for (int v = 0; v < V; v += 16 / W) __builtin_prefetch(keys[v] + (k + LEAD) * stride);
+                for (int v = 0; v < V; v += 16 / W) __builtin_prefetch(keys[v] + (k + LEAD) * stride, 0, 2);
         }
         E::step(sums, left + k * E::PER_STEP, [&](int v) { return keys[v] + k * stride; });
     }

@@ -12,8 +12,9 @@
 // minus 128 times the channel's own. Without it both are widened to 16 bits, two inputs of a lane at a time (the even
 // and the odd bytes), because the 8-bit products of AVX2 saturate.
 
-constexpr int LINEAR_ROWS = BG_LEVEL >= 2 ? 8 : 4;  // of a register tile
-constexpr int LINEAR_VECTORS = BG_LEVEL >= 2 ? 3 : PANEL / W;  // of a register tile: whole panels
+constexpr int LINEAR_ROWS = BG_LEVEL >= 2 ? 6 : 4;  // of a register tile
+constexpr int LINEAR_VECTORS = BG_LEVEL >= 2 ? 2 : PANEL / W;  // of a register tile: whole panels
+constexpr int FAR = 64;  // lanes of a panel that a product asks for ahead
 constexpr int LINEAR_FORMS = BG_LEVEL >= 3 ? 1 : 2;  // lanes that four inputs of a row take
 static_assert(LINEAR_ROWS <= MAX_LINEAR_ROWS && LINEAR_FORMS <= 2, "callers make room for no more");
 
@@ -103,50 +104,55 @@ __attribute__((noinline)) void linear_tile(const Int8Linear& a, long row, long c
     const float* row_scales = a.row_scales + row / LINEAR_ROWS * a.groups() * LINEAR_ROWS;
     const int32_t* right[V];
     for (int v = 0; v < V; ++v) right[v] = weight + v * W / PANEL * static_cast<long>(quads) * PANEL + v * W % PANEL;
+    T* out = static_cast<T*>(a.out) + row * a.out_features + channel;
+    for (int r = 0; r < R; ++r)
+        for (int v = 0; v < V; ++v) __builtin_prefetch(out + static_cast<long>(r) * a.out_features + v * W, 1);
     Floats totals[R][V] = {};
     for (int g = 0, k = 0; g < a.groups(); ++g, row_scales += LINEAR_ROWS) {
         Ints sums[R][V];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int v = 0; v < V; ++v) {
 #if BG_LEVEL >= 3
             const Ints first = load<Ints>(a.sums + g * a.padded_channels() + channel + v * W) * -128;
 #else
             const Ints first{};
 #endif
-#pragma GCC unroll 8
+#pragma GCC unroll 12
             for (int r = 0; r < R; ++r) sums[r][v] = first;
         }
         for (const int end = std::min(quads, k + GROUP / 4); k < end; ++k, left += STEP) {
             if (ahead)  // the first tile of rows brings the panels in for the others
-                for (int v = 0; v < V; v += PANEL / W) __builtin_prefetch(right[v] + (k + LEAD) * PANEL);
+                for (int v = 0; v < V; v += PANEL / W) __builtin_prefetch(right[v] + (k + FAR) * PANEL, 0, 2);
             Ints four[V];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
             for (int v = 0; v < V; ++v) four[v] = load<Ints>(right[v] + k * PANEL);
 #if BG_LEVEL >= 3
-#pragma GCC unroll 8
+#pragma GCC unroll 12
             for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
+#pragma GCC unroll 12
                 for (int v = 0; v < V; ++v) sums[r][v] = multiply_bytes(sums[r][v], left[r] + Ints{}, four[v]);
 #else
             Ints even[V], odd[V];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
             for (int v = 0; v < V; ++v) even[v] = even_bytes(four[v]), odd[v] = odd_bytes(four[v]);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
             for (int r = 0; r < R; ++r) {
                 const Ints x = left[2 * r] + Ints{}, y = left[2 * r + 1] + Ints{};
-#pragma GCC unroll 8
+#pragma GCC unroll 12
                 for (int v = 0; v < V; ++v) sums[r][v] += multiply_pairs(x, even[v]);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
                 for (int v = 0; v < V; ++v) sums[r][v] += multiply_pairs(y, odd[v]);
             }
 #endif
         }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
+#pragma GCC unroll 12
             for (int v = 0; v < V; ++v)
                 totals[r][v] = fma(__builtin_convertvector(sums[r][v], Floats), splat(row_scales[r]), totals[r][v]);
-        asm("" ::"r"(totals) : "memory");  // totals stay in memory, to leave the registers to the sums
+#if BG_LEVEL < 2
+        asm("" ::"r"(totals) : "memory");  // totals stay in memory, to leave the few registers to the sums
+#endif
     }
     for (int v = 0; v < V && channel + v * W < a.out_features; ++v) {
         const long first = channel + v * W, rest = a.out_features - first;
@@ -173,56 +179,137 @@ void int8_linear(const Int8Linear& a, long group, long begin, long end) {
     }
 }
 
-// ---- float32: panels are [in_features][PANEL], a tile of rows [in_features][FLOAT_ROWS] ------------------------------
+// ---- float32 and bfloat16: panels are [lanes][PANEL], a tile of rows [lanes][FLOAT_ROWS] -----------------------------
 
-constexpr int FLOAT_ROWS = BG_LEVEL >= 2 ? 8 : BG_LEVEL == 1 ? 6 : 3;
+constexpr int FLOAT_ROWS = BG_LEVEL >= 2 ? 12 : BG_LEVEL == 1 ? 6 : 3;
 static_assert(FLOAT_ROWS <= MAX_LINEAR_ROWS, "callers make room for no more");
 
-inline void order_rows(const FloatLinear& a, long begin, long end) {
-    for (long row = begin * FLOAT_ROWS; row < std::min(end * FLOAT_ROWS, a.rows); ++row) {
-        const float* x = a.x + row * a.x_row;
-        float* lanes = a.lanes + row / FLOAT_ROWS * a.in_features * FLOAT_ROWS + row % FLOAT_ROWS;
-        for (int i = 0; i < a.in_features; ++i) lanes[static_cast<long>(i) * FLOAT_ROWS] = x[i];
+struct OneInput {  // a lane is a float32
+    typedef float Number;
+    typedef float Lane;
+
+    template <int R, int V>
+    static inline void step(Floats (&sums)[R][V], const Lane* left, const Lane* const (&right)[V], long offset) {
+        Floats wide[V];
+#pragma GCC unroll 12
+        for (int v = 0; v < V; ++v) wide[v] = load<Floats>(right[v] + offset);
+        multiply(sums, wide, [&](int r) { return splat(left[r]); });
+    }
+    template <int R, int V, class Left>
+    static inline void multiply(Floats (&sums)[R][V], const Floats (&wide)[V], const Left& broadcast) {
+#pragma GCC unroll 12
+        for (int r = 0; r < R; ++r) {
+            const Floats x = broadcast(r);
+#pragma GCC unroll 12
+            for (int v = 0; v < V; ++v) sums[r][v] = fma(x, wide[v], sums[r][v]);
+        }
+    }
+};
+
+struct TwoInputs {  // a lane is two neighbouring inputs in bfloat16, the first in its low half
+    typedef uint16_t Number;
+    typedef uint32_t Lane;
+
+    template <int R, int V>
+    static inline void step(Floats (&sums)[R][V], const Lane* left, const Lane* const (&right)[V], long offset) {
+#if BG_LEVEL >= 3
+        __m512bh wide[V];
+#pragma GCC unroll 12
+        for (int v = 0; v < V; ++v) wide[v] = load<__m512bh>(right[v] + offset);
+#pragma GCC unroll 12
+        for (int r = 0; r < R; ++r) {
+            const __m512bh x = (__m512bh)splat(left[r]);
+#pragma GCC unroll 12
+            for (int v = 0; v < V; ++v) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], x, wide[v]);
+        }
+#else
+        Floats wide[V];
+#pragma GCC unroll 12
+        for (int v = 0; v < V; ++v) wide[v] = (Floats)(load<Lanes>(right[v] + offset) << 16);
+        OneInput::multiply(sums, wide, [&](int r) { return (Floats)(splat(left[r]) << 16); });
+#pragma GCC unroll 12
+        for (int v = 0; v < V; ++v) wide[v] = Pairs::high(load<Lanes>(right[v] + offset));
+        OneInput::multiply(sums, wide, [&](int r) { return Pairs::high(splat(left[r])); });
+#endif
+    }
+};
+
+// Four lanes of four rows become four rows of each lane.
+template <class Number>
+inline void transpose(const Number* x, long x_row, uint32_t* to, long stride) {
+    typedef uint32_t Four __attribute__((vector_size(16)));
+    const Four a = load<Four>(x), b = load<Four>(x + x_row), c = load<Four>(x + 2 * x_row), d = load<Four>(x + 3 * x_row);
+    const Four ab = __builtin_shuffle(a, b, Four{0, 4, 1, 5}), cd = __builtin_shuffle(c, d, Four{0, 4, 1, 5});
+    const Four ba = __builtin_shuffle(a, b, Four{2, 6, 3, 7}), dc = __builtin_shuffle(c, d, Four{2, 6, 3, 7});
+    store(to, __builtin_shuffle(ab, cd, Four{0, 1, 4, 5}));
+    store(to + stride, __builtin_shuffle(ab, cd, Four{2, 3, 6, 7}));
+    store(to + 2 * stride, __builtin_shuffle(ba, dc, Four{0, 1, 4, 5}));
+    store(to + 3 * stride, __builtin_shuffle(ba, dc, Four{2, 3, 6, 7}));
+}
+
+template <class Kind>
+void order_rows(const FloatLinear& a, long begin, long end) {
+    typedef typename Kind::Number Number;
+    constexpr int PER_LANE = sizeof(typename Kind::Lane) / sizeof(Number);
+    const long count = a.lanes_of(PER_LANE), whole = a.in_features / PER_LANE, fours = whole / 4 * 4;
+    for (long row = begin * FLOAT_ROWS, last = std::min(end * FLOAT_ROWS, a.rows), some; row < last; row += some) {
+        some = std::min(last, row / FLOAT_ROWS * FLOAT_ROWS + FLOAT_ROWS) - row >= 4 ? 4 : 1;
+        const Number* x = static_cast<const Number*>(a.x) + row * a.x_row;
+        uint32_t* to = static_cast<uint32_t*>(a.lanes) + row / FLOAT_ROWS * count * FLOAT_ROWS + row % FLOAT_ROWS;
+        if (some == 4)
+            for (long i = 0; i < fours; i += 4) transpose(x + i * PER_LANE, a.x_row, to + i * FLOAT_ROWS, FLOAT_ROWS);
+        for (long r = 0; r < some; ++r, ++to, x += a.x_row) {
+            for (long i = some == 4 ? fours : 0; i < whole; ++i)
+                std::memcpy(to + i * FLOAT_ROWS, x + i * PER_LANE, sizeof *to);
+            if (whole < count) {
+                to[whole * FLOAT_ROWS] = 0;
+                std::memcpy(to + whole * FLOAT_ROWS, x + a.in_features - 1, sizeof *x);
+            }
+        }
     }
 }
 
-template <int R, int V>
-__attribute__((noinline)) void float_tile(const FloatLinear& a, long row, long channel, const float* weight,
+template <class Kind, int R, int V>
+__attribute__((noinline)) void float_tile(const FloatLinear& a, long row, long channel, const typename Kind::Lane* weight,
                                           bool ahead) {
-    constexpr int FAR = 32;  // inputs
-    const float* left = a.lanes + row * a.in_features;
-    const float* right[V];
-    for (int v = 0; v < V; ++v)
-        right[v] = weight + v * W / PANEL * static_cast<long>(a.in_features) * PANEL + v * W % PANEL;
+    typedef typename Kind::Number Number;
+    typedef typename Kind::Lane Lane;
+    constexpr int NEAR = 16;  // lanes
+    const long count = a.lanes_of(sizeof(Lane) / sizeof(Number));
+    const Lane* left = static_cast<const Lane*>(a.lanes) + row * count;
+    const Lane* right[V];
+    for (int v = 0; v < V; ++v) right[v] = weight + v * W / PANEL * count * PANEL + v * W % PANEL;
+    Number* out = static_cast<Number*>(a.out) + row * a.out_features + channel;
+    for (int r = 0; r < R; ++r)
+        for (int v = 0; v < V; ++v) __builtin_prefetch(out + static_cast<long>(r) * a.out_features + v * W, 1);
     Floats sums[R][V] = {};
-    for (long k = 0; k < a.in_features; ++k, left += FLOAT_ROWS) {
+    for (long k = 0; k < count; ++k, left += FLOAT_ROWS) {
         if (ahead)
-            for (int v = 0; v < V; v += PANEL / W) __builtin_prefetch(right[v] + (k + FAR) * PANEL);
-        Floats wide[V];
-#pragma GCC unroll 8
-        for (int v = 0; v < V; ++v) wide[v] = load<Floats>(right[v] + k * PANEL);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-            for (int v = 0; v < V; ++v) sums[r][v] = fma(splat(left[r]), wide[v], sums[r][v]);
+            for (int v = 0; v < V; v += PANEL / W) __builtin_prefetch(right[v] + (k + FAR) * PANEL, 0, 2);
+        __builtin_prefetch(left + NEAR * FLOAT_ROWS);
+        Kind::step(sums, left, right, k * PANEL);
     }
     for (int v = 0; v < V && channel + v * W < a.out_features; ++v) {
         const long first = channel + v * W, rest = a.out_features - first;
-        const Floats bias = a.bias ? read(a.bias + first, rest) : Floats{};
-        for (int r = 0; r < R; ++r) write(a.out + (row + r) * a.out_features + first, sums[r][v] + bias, rest);
+        const Floats bias = a.bias ? read(static_cast<const Number*>(a.bias) + first, rest) : Floats{};
+        for (int r = 0; r < R; ++r)
+            write(static_cast<Number*>(a.out) + (row + r) * a.out_features + first, sums[r][v] + bias, rest);
     }
 }
 
-inline void float_linear(const FloatLinear& a, long group, long begin, long end) {
+template <class Kind>
+void float_linear(const FloatLinear& a, long group, long begin, long end) {
+    typedef typename Kind::Lane Lane;
     constexpr int PANELS = LINEAR_VECTORS * W / PANEL;
     const long all = (a.out_features + PANEL - 1L) / PANEL;
     const int panels = static_cast<int>(std::min<long>(PANELS, all - group * PANELS));
-    const float* weight = a.weight + group * PANELS * static_cast<long>(a.in_features) * PANEL;
+    const Lane* weight = static_cast<const Lane*>(a.weight) +
+                         group * PANELS * a.lanes_of(sizeof(Lane) / sizeof(typename Kind::Number)) * PANEL;
     for (long tile = begin; tile < end; ++tile) {
         const long row = tile * FLOAT_ROWS;
         choose<FLOAT_ROWS>(static_cast<int>(std::min<long>(FLOAT_ROWS, a.rows - row)), [&](auto rows) {
             choose<PANELS>(panels, [&](auto count) {
-                float_tile<rows(), count() * PANEL / W>(a, row, group * LINEAR_VECTORS * W, weight, tile == begin);
+                float_tile<Kind, rows(), count() * PANEL / W>(a, row, group * LINEAR_VECTORS * W, weight, tile == begin);
             });
         });
     }

@@ -33,7 +33,9 @@ constexpr int ITEM_WORDS = 6;
 constexpr int MAX_DIM = 256;
 constexpr int GROUP = 64;  // inputs of an 8-bit matmul that share a scale in a row of activations
 constexpr int PANEL = 16;  // output channels that an 8-bit weight keeps together
-constexpr int MAX_LINEAR_ROWS = 8;  // of a register tile of a matmul at most
+constexpr int MAX_LINEAR_ROWS = 12;  // of a register tile of a matmul at most
+constexpr long PART_BYTES = 192 << 10;  // of rows that a matmul takes at once, but no fewer than
+constexpr long PART_TILES = 12;         // register tiles
 constexpr int MAX_ROWS = 48;  // query rows of one work item: few enough that their state stays in L2
 
 struct Attention {
@@ -106,14 +108,16 @@ struct Int8Linear {
 };
 
 struct FloatLinear {
-    const float* x;
-    long x_row;           // stride
-    const float* weight;  // panels, see matmul.h
-    const float* bias;    // null: none
-    float* out;           // (rows, out_features), contiguous
+    const void* x;
+    long x_row;          // stride
+    const void* weight;  // panels, see matmul.h
+    const void* bias;    // null: none
+    void* out;           // (rows, out_features), contiguous
     long rows;
     int in_features, out_features;
-    float* lanes;  // room for the rows in another order
+    void* lanes;  // room for the rows in another order
+
+    long lanes_of(int inputs) const { return (in_features + inputs - 1) / inputs; }
 };
 
 struct Kernels {  // [0] float32, [1] bfloat16, the pool's first; all but attention take a range of rows
@@ -125,8 +129,8 @@ struct Kernels {  // [0] float32, [1] bfloat16, the pool's first; all but attent
     void (*gumbel)(const Gumbel&, long begin, long end);
     void (*quantize[2])(const Int8Linear&, long begin, long end);  // of register tiles of rows
     void (*int8_linear[2])(const Int8Linear&, long group, long begin, long end);
-    void (*order_rows)(const FloatLinear&, long begin, long end);  // of register tiles of rows
-    void (*float_linear)(const FloatLinear&, long group, long begin, long end);
+    void (*order_rows[2])(const FloatLinear&, long begin, long end);  // of register tiles of rows
+    void (*float_linear[2])(const FloatLinear&, long group, long begin, long end);
     int linear_rows, float_rows, linear_channels;  // of a register tile
 };
 
@@ -152,22 +156,23 @@ void split(int threads, long n, long grain, const Work& work) {
     for (long part = 0; part < parts; ++part) work(n * part / parts, n * (part + 1) / parts);
 }
 
-// A matrix product: prepare(begin, end) for all tiles of rows, then multiply(group, begin, end) for all groups of channels.
-// A group is the natural piece of work: its weights are read from memory once. Where that makes too few pieces for many
-// threads, rows are cut too, into parts that still outweigh the reading.
+// A matrix product: prepare(begin, end) for all tiles of rows, then multiply(group, begin, end) for all groups of
+// channels. Rows are taken in parts that stay in the second-level cache while all groups pass them, so each part reads
+// the weights once; with few groups for many threads parts are smaller, down to where they no longer outweigh that.
 template <class Prepare, class Multiply>
-void linear(int threads, long rows, int tile_rows, long channels, int group_channels, const Prepare& prepare,
-            const Multiply& multiply) {
+void linear(int threads, long rows, int tile_rows, long tile_bytes, long channels, int group_channels,
+            const Prepare& prepare, const Multiply& multiply) {
     const long tiles = (rows + tile_rows - 1) / tile_rows, groups = (channels + group_channels - 1) / group_channels;
-    const long parts = std::max(1L, std::min((tiles + 3) / 4, 4L * threads / groups));
+    const long cached = std::max(PART_TILES, PART_BYTES / tile_bytes);
+    const long parts = std::max({1L, (tiles + cached - 1) / cached, std::min((tiles + 3) / 4, 4L * threads / groups)});
     std::atomic<long> taken{0};
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
         for (long tile = 0; tile < tiles; ++tile) prepare(tile, tile + 1);
         for (long i; (i = taken.fetch_add(1, std::memory_order_relaxed)) < groups * parts;) {
-            const long part = i % parts;
-            multiply(i / parts, tiles * part / parts, tiles * (part + 1) / parts);
+            const long part = i / groups;
+            multiply(i % groups, tiles * part / parts, tiles * (part + 1) / parts);
         }
     }
 }
@@ -232,7 +237,7 @@ const Kernels* const LEVELS[] = {
 extern "C" {
 
 // Changes with any change of this interface, so that a library built from older source is not called wrongly.
-int bg_interface() { return 5; }
+int bg_interface() { return 6; }
 
 // The sizes by which callers cut work and make room, in the order of _sizes_agree() in cpu/__init__.py, which compares
 // them with its own; -1 behind the last.
@@ -344,19 +349,19 @@ void bg_int8_linear(int level, int threads, int bf16, const void* x, long x_row,
                           out, rows,  in_features,                         out_features, lanes, row_scales};
     const Kernels& kernels = *LEVELS[level];
     linear(
-        threads, rows, kernels.linear_rows, out_features, kernels.linear_channels,
+        threads, rows, kernels.linear_rows, work.quads() * kernels.linear_rows * 4L, out_features, kernels.linear_channels,
         [&](long begin, long end) { kernels.quantize[bf16](work, begin, end); },
         [&](long group, long begin, long end) { kernels.int8_linear[bf16](work, group, begin, end); });
 }
 
-void bg_float_linear(int level, int threads, const float* x, long x_row, const float* weight, const float* bias,
-                     float* out, long rows, int in_features, int out_features, float* lanes) {
+void bg_float_linear(int level, int threads, int bf16, const void* x, long x_row, const void* weight, const void* bias,
+                     void* out, long rows, int in_features, int out_features, void* lanes) {
     const FloatLinear work{x, x_row, weight, bias, out, rows, in_features, out_features, lanes};
     const Kernels& kernels = *LEVELS[level];
     linear(
-        threads, rows, kernels.float_rows, out_features, kernels.linear_channels,
-        [&](long begin, long end) { kernels.order_rows(work, begin, end); },
-        [&](long group, long begin, long end) { kernels.float_linear(work, group, begin, end); });
+        threads, rows, kernels.float_rows, in_features * kernels.float_rows * (bf16 ? 2L : 4L), out_features, kernels.linear_channels,
+        [&](long begin, long end) { kernels.order_rows[bf16](work, begin, end); },
+        [&](long group, long begin, long end) { kernels.float_linear[bf16](work, group, begin, end); });
 }
 
 }  // extern "C"
@@ -381,8 +386,8 @@ const Kernels kernels = {
     gumbel,
     {quantize<float>, quantize<uint16_t>},
     {int8_linear<float>, int8_linear<uint16_t>},
-    order_rows,
-    float_linear,
+    {order_rows<OneInput>, order_rows<TwoInputs>},
+    {float_linear<OneInput>, float_linear<TwoInputs>},
     LINEAR_ROWS,
     FLOAT_ROWS,
     LINEAR_VECTORS * W,
