@@ -49,12 +49,12 @@ class Blocks(RuleBasedStateMachine):
         block = data.draw(st.sampled_from(sorted({block for table in self.tables for block in table})))
         if data.draw(st.booleans()) and self.hashes:
             taken = data.draw(st.sampled_from(sorted(self.hashes.values())))
-            assert not self.blocks.register(block, taken)
+            assert not self.blocks.register([block], [taken])
             return
         self.serial += 1
         block_hash = b"%d" % self.serial
-        registered = self.blocks.register(block, block_hash)
-        assert registered == (block not in self.hashes)
+        registered = self.blocks.register([block], [block_hash])
+        assert bool(registered) == (block not in self.hashes)
         if registered:
             self.hashes[block] = block_hash
 
@@ -107,7 +107,7 @@ def test_the_end_of_a_prefix_goes_first() -> None:
     blocks = BlockManager(4)
     table = blocks.allocate(4)
     for index, block in enumerate(table):
-        assert blocks.register(block, b"%d" % index)
+        assert blocks.register([block], [b"%d" % index])
     blocks.free(table)
     assert blocks.num_free == 4
     blocks.allocate(3)

@@ -23,7 +23,7 @@ from batchgen.attention.cpu import CpuAttention
 from batchgen.attention.reference import ReferenceBackend
 from batchgen.engine import forecast
 from batchgen.engine.engine import Engine
-from batchgen.engine.runner import Runner, bucket
+from batchgen.engine.runner import Runner
 from batchgen.engine.step import EngineSettings
 from batchgen.errors import BatchgenError
 from batchgen.models import registry
@@ -214,24 +214,6 @@ def test_an_interrupted_run_goes_on_to_the_same_tokens(
     done = run(second, [one for one in again if one.key.row not in ended])
     done.update(((one.key.row, 0), one) for one in finished)
     assert [done[number, 0].token_ids.tolist() for number in range(20)] == greedy[:20]
-
-
-def test_row_counts_are_padded_to_buckets(model: Model, prompts: list[np.ndarray]) -> None:
-    engine, decoder = model.engine(max_num_seqs=5, max_batch_tokens=19)
-    seen = set()
-    forward = decoder.forward
-
-    def spy(input_ids, positions, metadata, sample_rows, sample_metadata):  # type: ignore[no-untyped-def]
-        seen.update((len(input_ids), len(sample_rows)))
-        assert len(input_ids) == len(positions) == len(metadata.slot_mapping)
-        assert int((metadata.slot_mapping >= 0).sum()) == int(metadata.query_starts[-1])
-        return forward(input_ids, positions, metadata, sample_rows, sample_metadata)
-
-    with patch.object(decoder, "forward", spy):
-        run(engine, [row(number, prompt) for number, prompt in enumerate(prompts[:12])])
-    assert 1 not in seen and len(seen) > 3
-    assert all(bucket(size) == size for size in seen)
-    assert [bucket(size) for size in (0, 1, 2, 3, 4, 5, 8, 9, 17)] == [0, 2, 2, 4, 4, 8, 8, 16, 24]
 
 
 def test_ids_the_tokenizer_does_not_have_are_never_drawn(model: Model, prompts: list[np.ndarray]) -> None:

@@ -376,6 +376,14 @@ def test_linear_fuses_parts_loaded_in_any_order(dtype: torch.dtype, rows: int) -
     torch.testing.assert_close(linear(x).double(), expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_gives_a_single_row_the_bits_it_has_beside_another(dtype: torch.dtype) -> None:
+    linear = layers.Linear(256, (70,), bias=False, dtype=dtype)
+    linear.use(torch.randn(70, 256).to(dtype))
+    x = torch.randn(2, 256).to(dtype)
+    assert torch.equal(linear(x[:1]), linear(x)[:1])
+
+
 def test_int8_linear_is_close_to_the_dense_one_and_rounds_as_the_ops_do() -> None:
     torch.manual_seed(0)
     quantised = layers.Int8Linear(48, (5, 7, 9), bias=True, dtype=torch.float32, ops=ops)

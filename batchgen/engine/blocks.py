@@ -60,13 +60,16 @@ class BlockManager:
             self._references[block] = 1
         return block_ids
 
-    def register(self, block: int, block_hash: bytes) -> bool:
-        """Make a held, full block findable. False where it has a hash or another block holds the same prefix."""
-        if self._hash_of[block] is not None or block_hash in self._block_of:
-            return False
-        self._hash_of[block] = block_hash
-        self._block_of[block_hash] = block
-        return True
+    def register(self, block_ids: Iterable[int], hashes: Iterable[bytes]) -> list[int]:
+        """Make held, full blocks findable, and say which: not those that have a hash, nor those whose prefix another
+        block holds."""
+        hash_of, block_of, new = self._hash_of, self._block_of, []
+        for block, block_hash in zip(block_ids, hashes, strict=True):
+            if hash_of[block] is None and block_hash not in block_of:
+                hash_of[block] = block_hash
+                block_of[block_hash] = block
+                new.append(block)
+        return new
 
     def forget(self, block: int) -> None:
         """Take back `register`: the content never came to be."""
@@ -80,14 +83,15 @@ class BlockManager:
     def free(self, block_ids: Sequence[int]) -> None:
         """Let go of a block table. Its last blocks become the older ones: a prefix is of use without what follows it,
         not the other way round."""
+        references, hash_of, empty, cached = self._references, self._hash_of, self._empty, self._cached
         for block in reversed(block_ids):
-            self._references[block] -= 1
-            if self._references[block]:
+            references[block] -= 1
+            if references[block]:
                 continue
-            if self._hash_of[block] is None:
-                self._empty.append(block)
+            if hash_of[block] is None:
+                empty.append(block)
             else:
-                self._cached[block] = None
+                cached[block] = None
 
     def check(self) -> None:
         """Assert what must always hold; for tests, O(num_blocks)."""

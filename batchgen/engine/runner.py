@@ -81,42 +81,34 @@ class Runner:
         # Columns up to the longest context; the rest of the table is not read
         block_table = self._block_table[:, : -(-int(context_lens.max()) // self._block_size)][slots]
 
-        padded = bucket(num_tokens)
-        positions = np.zeros(padded, np.int64)
-        positions[:num_tokens] = np.arange(num_tokens) + np.repeat(plan.starts - query_starts[:-1], lengths)
-        used = positions[:num_tokens]
-        blocks = block_table[np.repeat(np.arange(len(slots)), lengths), used // self._block_size]
-        slot_mapping = np.full(padded, -1, np.int64)
-        slot_mapping[:num_tokens] = blocks.astype(np.int64) * self._block_size + used % self._block_size
+        positions = np.arange(num_tokens) + np.repeat(plan.starts - query_starts[:-1], lengths)
+        blocks = block_table[np.repeat(np.arange(len(slots)), lengths), positions // self._block_size]
+        slot_mapping = blocks.astype(np.int64) * self._block_size + positions % self._block_size
 
         metadata = _metadata(query_starts, context_lens, block_table, slot_mapping, int(lengths.max()))
-        last_tokens = query_starts[1:][plan.samples] - 1  # (num_samples,)
-        sample_rows = np.zeros(bucket(len(last_tokens)), np.int64)  # padding repeats the first token
-        sample_rows[: len(last_tokens)] = last_tokens
+        last_tokens = query_starts[1:][plan.samples].astype(np.int64) - 1  # (num_samples,)
         if num_tokens == len(last_tokens):  # nothing but decodes: the last layer's work is the others'
             sample_metadata = metadata
         else:
-            sample_slots = np.full(len(sample_rows), -1, np.int64)
-            sample_slots[: len(last_tokens)] = slot_mapping[last_tokens]
             sample_metadata = _metadata(
                 np.arange(len(last_tokens) + 1, dtype=np.int32),
                 context_lens[plan.samples],
                 block_table[plan.samples],
-                sample_slots,
+                slot_mapping[last_tokens],
                 1,
             )
         logits = self._decoder.forward(
-            self._input_ids(plan, query_starts, padded),
+            self._input_ids(plan, query_starts),
             torch.from_numpy(positions),
             metadata,
-            torch.from_numpy(sample_rows),
+            torch.from_numpy(last_tokens),
             sample_metadata,
         )
-        return logits[: len(last_tokens)] if len(last_tokens) else None
+        return logits if len(last_tokens) else None
 
-    def _input_ids(self, plan: StepPlan, query_starts: IntArray, padded: int) -> torch.Tensor:
-        """(padded,) int64: known tokens from the host, sampled ones from the device."""
-        host = np.zeros(padded, np.int64)
+    def _input_ids(self, plan: StepPlan, query_starts: IntArray) -> torch.Tensor:
+        """(num_tokens,) int64: known tokens from the host, sampled ones from the device."""
+        host = np.zeros(plan.num_tokens, np.int64)
         fed = plan.starts >= self._num_known[plan.slots]  # past what the host told: one sampled token
         for row in np.flatnonzero(~fed).tolist():
             start, end = int(query_starts[row]), int(query_starts[row + 1])
@@ -158,14 +150,6 @@ class Runner:
         metadata = _metadata(np.array([0, length], np.int32), np.array([length], np.int32), blocks, positions, length)
         ids = torch.from_numpy(token_ids.astype(np.int64))
         return self._decoder.forward(ids, torch.from_numpy(positions), metadata)
-
-
-def bucket(num_rows: int) -> int:
-    """The row count that num_rows is padded to: oneDNN prepares a primitive for every new one, and computes a single
-    row in another way than several."""
-    if num_rows <= 4:
-        return 0 if num_rows == 0 else 2 if num_rows <= 2 else 4
-    return -(-num_rows // 8) * 8
 
 
 def _metadata(

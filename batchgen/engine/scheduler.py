@@ -361,8 +361,7 @@ class Scheduler:
         if first == last:
             return []
         sequence.block_hash(last - 1, self.settings.block_size)
-        filled = zip(sequence.block_ids[first:last], sequence.hashes[first:last], strict=True)
-        new = [block for block, block_hash in filled if self.blocks.register(block, block_hash)]
+        new = self.blocks.register(sequence.block_ids[first:last], sequence.hashes[first:last])
         if new:
             self._refused = False  # the next sample may begin with these
         return new

@@ -142,8 +142,11 @@ class Sequence:
 
     def block_hash(self, index: int, block_size: int) -> bytes:
         """The hash of full block `index` and all before it: equal hashes mean equal tokens from position 0 on."""
-        hashes = self.hashes
-        for start in range(len(hashes) * block_size, (index + 1) * block_size, block_size):
-            self._hasher.update(self.tokens[start : start + block_size])
-            hashes.append(self._hasher.digest())
+        hashes, hasher = self.hashes, self._hasher
+        if index >= len(hashes):
+            start, size = len(hashes) * block_size, block_size * self.tokens.itemsize
+            content = self.tokens[start : (index + 1) * block_size].tobytes()
+            for at in range(0, len(content), size):
+                hasher.update(content[at : at + size])
+                hashes.append(hasher.digest())
         return hashes[index]

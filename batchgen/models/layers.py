@@ -72,7 +72,7 @@ def can_prepack(dtype: torch.dtype) -> bool:
 
 
 class Linear:
-    """y = x W^T + b, where W may be several matrices of the checkpoint stacked along the outputs.
+    """y = x W^T + b by torch, where W may be several matrices of the checkpoint stacked along the outputs.
 
     Parts are loaded in any order. Where the CPU supports it, the last one triggers the reordering and the plain copy
     is freed, so that memory holds one copy.
@@ -113,11 +113,22 @@ class Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """(num_tokens, in_features) -> (num_tokens, sum(parts))"""
+        num_rows = len(x)
+        x = F.pad(x, (0, 0, 0, _bucket(num_rows) - num_rows))
         if self._packed is not None:
             out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-            return out
-        assert self.weight is not None
-        return F.linear(x, self.weight, self.bias)
+        else:
+            assert self.weight is not None
+            out = F.linear(x, self.weight, self.bias)
+        return out[:num_rows]
+
+
+def _bucket(num_rows: int) -> int:
+    """The row count that num_rows is padded to: oneDNN prepares a primitive for every new one, and computes a single
+    row in another way than several."""
+    if num_rows <= 4:
+        return 0 if num_rows == 0 else 2 if num_rows <= 2 else 4
+    return -(-num_rows // 8) * 8
 
 
 class FloatLinear(Linear):

@@ -96,32 +96,56 @@ def test_wrong_tensors_are_refused(ops: cpu.Ops, change, message: str) -> None: 
         ops.int8_linear(*change(torch.randn(2, 8), weight(16, 8)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("rows", "in_features", "out_features"),
-    [(1, 1, 1), (2, 3, 16), (5, 33, 17), (13, 576, 100), (40, 70, 49), (0, 4, 4)],
+    [(1, 1, 1), (2, 3, 16), (5, 33, 17), (13, 576, 100), (27, 71, 49), (40, 70, 49), (0, 4, 4)],
 )
-def test_float32_equals_the_twin(ops: cpu.Ops, rows: int, in_features: int, out_features: int) -> None:
+def test_dense_equals_the_twin(
+    ops: cpu.Ops, dtype: torch.dtype, rows: int, in_features: int, out_features: int
+) -> None:
     torch.manual_seed(rows)
-    packed, bias = FloatWeight.pack(torch.randn(out_features, in_features)), torch.randn(out_features)
-    x = torch.randn(rows, in_features + 3)[:, :in_features]
+    packed = FloatWeight.pack(torch.randn(out_features, in_features).to(dtype))
+    bias = torch.randn(out_features).to(dtype)
+    x = torch.randn(rows, in_features + 3).to(dtype)[:, :in_features]
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
     for given in (None, bias):
         expected = reference.float_linear(x, packed, given)
-        torch.testing.assert_close(ops.float_linear(x, packed, given), expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(ops.float_linear(x, packed, given), expected, atol=tolerance * 4, rtol=tolerance)
 
 
-def test_float32_rows_do_not_depend_on_their_neighbours_nor_on_threads(ops: cpu.Ops) -> None:
-    x, packed = torch.randn(130, 70), FloatWeight.pack(torch.randn(50, 70))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dense_rows_do_not_depend_on_their_neighbours_nor_on_threads(ops: cpu.Ops, dtype: torch.dtype) -> None:
+    x, packed = torch.randn(530, 71).to(dtype), FloatWeight.pack(torch.randn(50, 71).to(dtype))
     together = ops.float_linear(x, packed)
-    for rows in (1, 2, 5, 13):
+    for rows in (1, 2, 5, 13, 150):
         assert torch.equal(ops.float_linear(x[:rows], packed), together[:rows])
     torch.set_num_threads(3)
     assert torch.equal(ops.float_linear(x, packed), together)
 
 
-def test_float32_of_wrong_shape_is_refused(ops: cpu.Ops) -> None:
+def test_dense_bfloat16_adds_up_in_float32(ops: cpu.Ops) -> None:
+    """4,096 products of which none would change a sum of 256 in bfloat16."""
+    x, plain = torch.ones(3, 4097).bfloat16(), torch.full((20, 4097), 0.5).bfloat16()
+    x[:, 0] = 256.0
+    assert torch.equal(ops.float_linear(x, FloatWeight.pack(plain)), torch.full((3, 20), 128.0 + 2048).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packing_a_dense_weight_keeps_every_number(dtype: torch.dtype) -> None:
+    plain = torch.randn(37, 51).to(dtype)
+    packed = FloatWeight.pack(plain)
+    assert torch.equal(packed.unpack(), plain)
+    assert packed.panels.shape == ((3, 51, 16, 1) if dtype == torch.float32 else (3, 26, 16, 2))
+
+
+def test_dense_of_wrong_shape_is_refused(ops: cpu.Ops) -> None:
     packed = FloatWeight.pack(torch.randn(20, 8))
-    for x, weight in ((torch.randn(2, 9), packed), (torch.randn(2, 8).bfloat16(), packed)):
-        with pytest.raises(ValueError, match="x: expected"):
+    for x, weight, message in (
+        (torch.randn(2, 9), packed, "x: expected"),
+        (torch.randn(2, 8).bfloat16(), packed, "panels: expected"),
+        (torch.randn(2, 8), packed._replace(out_features=40), "panels: 2 of 8 lanes cannot be of 40 channels"),
+        (torch.randn(2, 9), packed._replace(in_features=9), "panels: 2 of 8 lanes cannot be of 20 channels and 9"),
+    ):
+        with pytest.raises(ValueError, match=message):
             ops.float_linear(x, weight)
-    with pytest.raises(ValueError, match="panels: 2 cannot be of 40 channels"):
-        ops.float_linear(torch.randn(2, 8), packed._replace(out_features=40))

@@ -5,20 +5,22 @@
 template <class T>
 inline void rotate(T* head, const float* cosine, const float* sine, int rotary_dim, bool interleaved) {
     const int half = rotary_dim / 2;
-    float x[MAX_DIM], y[MAX_DIM];
-    for (int i = 0; i < rotary_dim; i += W) write(x + i, read(head + i, rotary_dim - i), rotary_dim - i);
     if (interleaved) {
+        float x[MAX_DIM], y[MAX_DIM];
+        for (int i = 0; i < rotary_dim; i += W) write(x + i, read(head + i, rotary_dim - i), rotary_dim - i);
         for (int i = 0; i < half; ++i) {
             y[2 * i] = x[2 * i] * cosine[i] - x[2 * i + 1] * sine[i];
             y[2 * i + 1] = x[2 * i + 1] * cosine[i] + x[2 * i] * sine[i];
         }
-    } else {
-        for (int i = 0; i < half; ++i) {
-            y[i] = x[i] * cosine[i] - x[half + i] * sine[i];
-            y[half + i] = x[half + i] * cosine[i] + x[i] * sine[i];
-        }
+        for (int i = 0; i < rotary_dim; i += W) write(head + i, read(y + i, rotary_dim - i), rotary_dim - i);
+        return;
     }
-    for (int i = 0; i < rotary_dim; i += W) write(head + i, read(y + i, rotary_dim - i), rotary_dim - i);
+    for (int i = 0; i < half; i += W) {
+        const Floats x = read(head + i, half - i), y = read(head + half + i, half - i);
+        const Floats c = read(cosine + i, half - i), s = read(sine + i, half - i);
+        write(head + i, x * c - y * s, half - i);
+        write(head + half + i, y * c + x * s, half - i);
+    }
 }
 
 inline void write_key(const float* key, int dim, uint32_t* lanes, int block, int at) {
@@ -35,8 +37,15 @@ inline void write_value(const float* value, int dim, uint32_t* lanes, int width,
 
 // Only its own half of each pair: another thread may be writing the neighbour's.
 inline void write_value(const uint16_t* value, int dim, uint32_t* lanes, int width, int at) {
-    uint16_t* row = reinterpret_cast<uint16_t*>(lanes + static_cast<long>(at / 2) * width) + at % 2;
-    for (int d = 0; d < dim; ++d) row[2 * d] = value[d];
+    uint16_t* row = reinterpret_cast<uint16_t*>(lanes + static_cast<long>(at / 2) * width);
+    int d = 0;
+#if BG_LEVEL >= 2
+    for (; d + W <= dim; d += W) {
+        const __m512i wide = (__m512i)(__builtin_convertvector(load<Halves>(value + d), Lanes) << (at % 2 * 16));
+        _mm512_mask_storeu_epi16(row + 2 * d, at % 2 ? 0xaaaaaaaa : 0x55555555, wide);
+    }
+#endif
+    for (; d < dim; ++d) row[2 * d + at % 2] = value[d];
 }
 
 // A row as the pool's numbers: itself, or rounded or widened in `buffer`.
@@ -51,13 +60,29 @@ inline const P* as_numbers(const T* row, int dim, P* buffer) {
     return buffer;
 }
 
+// Asks for the lines of the pool that a token is about to be written to: a key's are all over its block.
+template <class P>
+inline void fetch_slot(const Rope& a, long lanes, int64_t slot) {
+    constexpr int PER_LANE = 4 / sizeof(P);
+    if (slot < 0) return;
+    const int at = static_cast<int>(slot % a.block_size), width = padded(a.head_dim), rows = a.head_dim / PER_LANE;
+    for (int h = 0; h < a.num_kv_heads; ++h) {
+        const uint32_t* head = a.pool + (slot / a.block_size * a.num_kv_heads + h) * lanes;
+        for (int d = 0; d < rows; ++d) __builtin_prefetch(head + static_cast<long>(d) * a.block_size + at, 1);
+        const uint32_t* values = head + static_cast<long>(a.block_size) * rows + static_cast<long>(at / PER_LANE) * width;
+        for (int d = 0; d < width; d += 16) __builtin_prefetch(values + d, 1);
+    }
+}
+
 // T the activations' numbers, P the pool's.
 template <class T, class P>
 void rope(const Rope& a, long begin, long end) {
     const int dim = a.head_dim, width = padded(dim), per_lane = sizeof(P) == 2 ? 2 : 1;
     P buffer[MAX_DIM];
     const long lanes = head_lanes(a.block_size, dim, per_lane == 2);
+    if (begin < end) fetch_slot<P>(a, lanes, a.slots[begin]);
     for (long t = begin; t < end; ++t) {
+        if (t + 1 < end) fetch_slot<P>(a, lanes, a.slots[t + 1]);
         const float* cosine = a.cosine + t * (a.rotary_dim / 2);
         const float* sine = a.sine + t * (a.rotary_dim / 2);
         T* query = static_cast<T*>(a.query) + t * a.query_token;
