@@ -379,7 +379,7 @@ class Ops:
 
     @property
     def float_linear_pays(self) -> bool:
-        """Whether it is faster than torch's own: as fast as oneDNN or faster at all instruction sets but the last."""
+        """Whether it is at least as fast as torch's own: it reaches or passes oneDNN's, except in portable code."""
         return self.isa != "portable"
 
     def float_linear(

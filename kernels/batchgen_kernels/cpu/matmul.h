@@ -1,20 +1,22 @@
-// Matrix products at one instruction set. Both kinds keep a weight in panels of PANEL output channels, put rows of
-// activations in the order in which a register tile reads them, and go panel by panel over all rows: a panel is read
-// from memory once.
+// Matrix products at one instruction set. All kinds keep a weight in panels of PANEL output channels, put rows of
+// activations in the order in which a register tile reads them, and go panel by panel over as many rows as stay in the
+// second-level cache. The first tile of rows asks for the panels ahead, into that cache: the first level has no room
+// for as many lines on their way, and reading from memory is a tenth slower through it. Every tile asks for the lines
+// that it will write; with AVX-512 a tile's channels are whole lines of them, so that no two threads write to one line.
 //
-// 8-bit integers: weights quantised by output channel, activations by token. A weight comes in panels of PANEL output channels, each [in_features / 4][PANEL] lanes of 4 bytes: a lane is four
-// neighbouring inputs of one channel (inputs and channels padded with zeros). A row of activations is quantised once
-// for all channels, symmetric by the largest magnitude of each GROUP of inputs, because a few inputs of a language
-// model are many times larger than the rest. A group's sum is a 32-bit integer, small enough for a float to hold, so
-// every instruction set and every way of cutting the work multiplies the same numbers.
+// 8-bit integers: weights quantised by output channel, activations by token. A panel is [in_features / 4][PANEL] lanes
+// of 4 bytes: a lane is four neighbouring inputs of one channel (inputs and channels padded with zeros). A row of
+// activations is quantised once for all channels, symmetric by the largest magnitude of each GROUP of inputs, because a
+// few inputs of a language model are many times larger than the rest. A group's sum is a 32-bit integer, small enough
+// for a float to hold, so every instruction set and every way of cutting the work multiplies the same numbers.
 //
 // AVX-512 VNNI multiplies unsigned by signed bytes: there activations are stored with 128 added, and a sum begins at
 // minus 128 times the channel's own. Without it both are widened to 16 bits, two inputs of a lane at a time (the even
 // and the odd bytes), because the 8-bit products of AVX2 saturate.
 
+constexpr int FAR = 64;  // lanes of a panel that a product asks for ahead
 constexpr int LINEAR_ROWS = BG_LEVEL >= 2 ? 6 : 4;  // of a register tile
 constexpr int LINEAR_VECTORS = BG_LEVEL >= 2 ? 2 : PANEL / W;  // of a register tile: whole panels
-constexpr int FAR = 64;  // lanes of a panel that a product asks for ahead
 constexpr int LINEAR_FORMS = BG_LEVEL >= 3 ? 1 : 2;  // lanes that four inputs of a row take
 static_assert(LINEAR_ROWS <= MAX_LINEAR_ROWS && LINEAR_FORMS <= 2, "callers make room for no more");
 
