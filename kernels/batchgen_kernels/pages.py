@@ -23,19 +23,26 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 def keep(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous copy of a tensor that lives long. Small ones share pages, which go when the last of them does."""
-    global _chunk
     size = tensor.numel() * tensor.dtype.itemsize
-    room = -(-size // LINE) * LINE
-    if room > CHUNK:
-        place = _region(room)
-    else:
-        if room > len(_chunk):
-            _chunk = _region(CHUNK)
-        place, _chunk = _chunk[:room], _chunk[room:]
-    return place[:size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    return _chunks.take(size)[:size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
-_chunk = torch.empty(0, dtype=torch.uint8)  # what is left of the last one
+class _Chunks:
+    def __init__(self) -> None:
+        self._left = torch.empty(0, dtype=torch.uint8)  # of the newest chunk
+
+    def take(self, size: int) -> torch.Tensor:
+        """(`size` or a little more,) uint8, from where a cache line begins."""
+        room = -(-size // LINE) * LINE
+        if room > CHUNK:
+            return _region(room)
+        if room > len(self._left):
+            self._left = _region(CHUNK)
+        taken, self._left = self._left[:room], self._left[room:]
+        return taken
+
+
+_chunks = _Chunks()
 
 
 def _region(size: int) -> torch.Tensor:
