@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from batchgen_kernels.pages import Arena
 from fakes import byte_tokenizer
 from tiny import tiny_model
 
@@ -40,7 +41,7 @@ def test_the_plain_model_is_compared_with_the_quantised_one(tmp_path: Path) -> N
 
 
 def test_a_model_compared_with_itself_is_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unchanged(*args: Any, ops: Ops, **rest: Any) -> Linear:
+    def unchanged(*args: Any, ops: Ops, arena: Arena, **rest: Any) -> Linear:
         return Linear(*args, **rest)
 
     monkeypatch.setattr("batchgen.models.layers.QUANTIZED", {"int8": unchanged})

@@ -15,7 +15,7 @@ from batchgen.models.config import KVSpec
 class AttentionMetadata:
     """One flat ragged batch of `num_seqs` sequences. Token t of sequence s has position
     context_lens[s] - query_len(s) + t; `slot_mapping` is block * block_size + offset, or -1 for padding rows
-    (which write nothing and attend to nothing: their output is zero).
+    (which write nothing and attend to nothing: their output is zero; a step of a fixed number of rows needs them).
 
     All tensors live on the backend's device. `num_tokens` counts padding rows, query_starts[-1] does not.
     """

@@ -18,7 +18,7 @@ QUANTIZE_ROWS = 4096  # of a weight at once: what that takes beside it is bounde
 
 
 class Ops(Protocol):
-    """The fused elementwise operations: the native ones or their plain-torch twin, chosen once by the caller."""
+    """The fused operations and matmuls: the native ones or their plain-torch twin, chosen once by the caller."""
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
@@ -37,9 +37,8 @@ class Ops(Protocol):
         """The same with gelu in its tanh form."""
         ...
 
-    @property
-    def float_linear_pays(self) -> bool:
-        """Whether `float_linear` is faster than torch's own."""
+    def float_linear_pays(self, dtype: torch.dtype) -> bool:
+        """Whether `float_linear` is at least as fast as torch's own."""
         ...
 
     def float_linear(self, x: torch.Tensor, weight: FloatWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -59,7 +58,8 @@ ACTIVATIONS: Mapping[str, Callable[[Ops, torch.Tensor], torch.Tensor]] = {
 
 
 def can_prepack(dtype: torch.dtype) -> bool:
-    """Whether oneDNN takes weights of this dtype, reordered once, on this CPU.
+    """Whether oneDNN takes weights of this dtype, reordered once, on this CPU: for machines where no product of ours
+    pays.
 
     Measured on two AVX-512-BF16 cores against F.linear (GFLOP/s at 8 / 64 / 512 rows, 576 -> 3072): bf16 547 / 980 /
     1048 against 350 / 848 / 991, fp32 344 / 500 / 513 against 105 / 201 / 217. It never lost by more than noise.
@@ -114,7 +114,8 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """(num_tokens, in_features) -> (num_tokens, sum(parts))"""
         num_rows = len(x)
-        x = F.pad(x, (0, 0, 0, _bucket(num_rows) - num_rows))
+        if padding := _bucket(num_rows) - num_rows:
+            x = F.pad(x, (0, 0, 0, padding))
         if self._packed is not None:
             out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         else:
@@ -134,14 +135,15 @@ def _bucket(num_rows: int) -> int:
 class FloatLinear(Linear):
     """The same by the ops' own product."""
 
-    def __init__(self, in_features: int, parts: Sequence[int], *, bias: bool, dtype: torch.dtype, ops: Ops) -> None:
+    def __init__(
+        self, in_features: int, parts: Sequence[int], *, bias: bool, dtype: torch.dtype, ops: Ops, arena: pages.Arena
+    ) -> None:
         super().__init__(in_features, parts, bias=bias, dtype=dtype)
-        self._ops = ops
+        self._ops, self._arena = ops, arena
         self._panels: FloatWeight | None = None
 
     def use(self, weight: torch.Tensor) -> None:
-        packed = FloatWeight.pack(weight)
-        self._panels = packed._replace(panels=pages.keep(packed.panels))
+        self._panels = FloatWeight.pack(weight, self._arena.empty)
         self.weight = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -156,16 +158,17 @@ class Int8Linear(Linear):
     holds of them.
     """
 
-    def __init__(self, in_features: int, parts: Sequence[int], *, bias: bool, dtype: torch.dtype, ops: Ops) -> None:
+    def __init__(
+        self, in_features: int, parts: Sequence[int], *, bias: bool, dtype: torch.dtype, ops: Ops, arena: pages.Arena
+    ) -> None:
         super().__init__(in_features, parts, bias=False, dtype=dtype)
         self.bias = torch.empty(sum(parts)) if bias else None
-        self._ops = ops
+        self._ops, self._arena = ops, arena
         self._int8: Int8Weight | None = None
 
     def use(self, weight: torch.Tensor) -> None:
         parts = [Int8Weight.pack(*quantize(rows)) for rows in weight.split(QUANTIZE_ROWS)]
-        packed = parts[0] if len(parts) == 1 else Int8Weight.stack(parts)
-        self._int8 = packed._replace(panels=pages.keep(packed.panels))
+        self._int8 = Int8Weight.stack(parts, self._arena.empty)
         self.weight = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -179,9 +182,9 @@ QUANTIZED = {"int8": Int8Linear}  # model.quantization -> what linear layers are
 def linear_kind(dtype: torch.dtype, quantization: str | None, ops: Ops) -> Callable[..., Linear]:
     """What makes a model's linear layers, from (in_features, parts, bias=)."""
     if quantization:
-        return partial(QUANTIZED[quantization], dtype=dtype, ops=ops)
-    if dtype in (torch.float32, torch.bfloat16) and ops.float_linear_pays:
-        return partial(FloatLinear, dtype=dtype, ops=ops)
+        return partial(QUANTIZED[quantization], dtype=dtype, ops=ops, arena=pages.Arena())
+    if dtype in (torch.float32, torch.bfloat16) and ops.float_linear_pays(dtype):
+        return partial(FloatLinear, dtype=dtype, ops=ops, arena=pages.Arena())
     return partial(Linear, dtype=dtype)
 
 

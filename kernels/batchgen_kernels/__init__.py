@@ -1,1 +1,1 @@
-"""The ops a decoder needs beside matmul: natively in `cpu`, in plain torch with equal signatures in `reference`."""
+"""The ops a decoder needs: natively in `cpu`, in plain torch with equal signatures in `reference`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+from collections.abc import Sequence
 
 import torch
 
@@ -21,34 +22,29 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return _region(size).view(dtype).view(shape).zero_()
 
 
-def keep(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy of a tensor that lives long. Small ones share pages, which go when the last of them does."""
-    size = tensor.numel() * tensor.dtype.itemsize
-    return _chunks.take(size)[:size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+class Arena:
+    """Places tensors that live long, such as weights, one behind the other; a chunk goes when the last of them does."""
 
-
-class _Chunks:
     def __init__(self) -> None:
         self._left = torch.empty(0, dtype=torch.uint8)  # of the newest chunk
 
-    def take(self, size: int) -> torch.Tensor:
-        """(`size` or a little more,) uint8, from where a cache line begins."""
+    def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> torch.Tensor:
+        """As torch.empty, from where a cache line begins."""
+        size = math.prod(shape) * dtype.itemsize
         room = -(-size // LINE) * LINE
         if room > CHUNK:
-            return _region(room)
-        if room > len(self._left):
-            self._left = _region(CHUNK)
-        taken, self._left = self._left[:room], self._left[room:]
-        return taken
-
-
-_chunks = _Chunks()
+            place = _region(room)
+        else:
+            if room > len(self._left):
+                self._left = _region(CHUNK)
+            place, self._left = self._left[:room], self._left[room:]
+        return place[:size].view(dtype).view(*shape)
 
 
 def _region(size: int) -> torch.Tensor:
-    """(size,) uint8, zero, of pages that are not there before they are touched."""
+    """(size,) uint8 of any content, of pages that are not there before they are touched."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.zeros(size, dtype=torch.uint8)
+        return torch.empty(size, dtype=torch.uint8)
     region = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel built without them
         region.madvise(mmap.MADV_HUGEPAGE)

@@ -7,14 +7,14 @@ the ops that wrote it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 GROUP = 64  # inputs of an 8-bit matmul that share a scale in a row of activations
-PANEL = 16  # output channels that an 8-bit weight keeps together
+PANEL = 16  # output channels that a weight keeps together
 
 
 def pool_shape(num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int) -> tuple[int, int, int]:
@@ -205,10 +205,12 @@ class Int8Weight(NamedTuple):
         return cls(fours.transpose(1, 2).contiguous(), F.pad(scales, (0, -channels % PANEL)), sums, channels, inputs)
 
     @classmethod
-    def stack(cls, parts: Sequence[Int8Weight]) -> Int8Weight:
-        """The channels of all parts, each but the last a whole number of panels."""
+    def stack(cls, parts: Sequence[Int8Weight], empty: Callable[..., torch.Tensor] = torch.empty) -> Int8Weight:
+        """The channels of all parts, each but the last a whole number of panels; `empty` makes room for the panels."""
+        num_panels = sum(len(part.panels) for part in parts)
+        panels = empty((num_panels, *parts[0].panels.shape[1:]), dtype=torch.int8)
         return cls(
-            torch.cat([part.panels for part in parts]),
+            torch.cat([part.panels for part in parts], out=panels),
             torch.cat([part.scales for part in parts]),
             torch.cat([part.sums for part in parts], dim=1),
             sum(part.out_features for part in parts),
@@ -233,12 +235,14 @@ class FloatWeight(NamedTuple):
     in_features: int
 
     @classmethod
-    def pack(cls, weight: torch.Tensor) -> FloatWeight:
+    def pack(cls, weight: torch.Tensor, empty: Callable[..., torch.Tensor] = torch.empty) -> FloatWeight:
+        """`empty` makes room for the panels, the only copy where nothing is to be padded."""
         channels, inputs = weight.shape
         per_lane = lane_inputs(weight.dtype)
-        padded = F.pad(weight, (0, -inputs % per_lane, 0, -channels % PANEL))
-        lanes = padded.view(-1, PANEL, padded.shape[1] // per_lane, per_lane)
-        return cls(lanes.transpose(1, 2).contiguous(), channels, inputs)
+        if channels % PANEL or inputs % per_lane:
+            weight = F.pad(weight, (0, -inputs % per_lane, 0, -channels % PANEL))
+        lanes = weight.unflatten(1, (-1, per_lane)).unflatten(0, (-1, PANEL)).transpose(1, 2)
+        return cls(empty(lanes.shape, dtype=weight.dtype).copy_(lanes), channels, inputs)
 
     def unpack(self) -> torch.Tensor:
         """(out_features, in_features)"""
@@ -281,7 +285,9 @@ def int8_linear(
     return (out if bias is None else out + bias).to(x.dtype)
 
 
-float_linear_pays = False  # whether `float_linear` is faster than torch's own
+def float_linear_pays(dtype: torch.dtype) -> bool:
+    """Whether `float_linear` is at least as fast as torch's own: here it is that."""
+    return False
 
 
 def float_linear(
@@ -289,5 +295,5 @@ def float_linear(
     weight: FloatWeight,
     bias: torch.Tensor | None = None,  # (out_features,)
 ) -> torch.Tensor:
-    """x W^T + b -> (num_tokens, out_features), all in one dtype; a row's bits do not depend on the other rows."""
+    """x W^T + b -> (num_tokens, out_features), all in one dtype."""
     return F.linear(x, weight.unpack(), bias)

@@ -1,4 +1,4 @@
-"""Matmuls at the shapes of a 135M Llama: in 8 bits, in float32 panels, and oneDNN's in --dtype with packed weights."""
+"""Matmuls at the shapes of a 135M Llama: in 8 bits, dense in --dtype, and oneDNN's in --dtype with packed weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def main() -> None:
     report_machine(dtype)
     for in_features, out_features in ((576, 960), (576, 3072), (1536, 576), (576, 49152)):
         weight = torch.randn(out_features, in_features)
-        packed, panels = Int8Weight.pack(*quantize(weight)), FloatWeight.pack(weight)
+        packed, panels = Int8Weight.pack(*quantize(weight)), FloatWeight.pack(weight.to(dtype))
         wide = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype), None)
         for rows in (8, 32, 96, 512):
             x = torch.randn(rows, in_features)
@@ -22,7 +22,7 @@ def main() -> None:
             given = x.to(dtype)
             runs = {
                 "int8": (partial(ops.int8_linear, given, packed), dtype.itemsize, 1),
-                "float32": (partial(ops.float_linear, x, panels), 4, 4),
+                "dense": (partial(ops.float_linear, given, panels), dtype.itemsize, dtype.itemsize),
                 "oneDNN": (
                     partial(torch.ops.mkldnn._linear_pointwise, given, wide, None, "none", [], ""),
                     dtype.itemsize,

@@ -16,18 +16,19 @@ def test_zeros_are_zero_and_can_be_written(shape: tuple[int, ...], dtype: torch.
     assert zeros.eq(1).all()
 
 
-def test_kept_tensors_do_not_overlap() -> None:
-    given = [torch.randn(size).bfloat16() for size in (1, 33, 40_000, 9_000_001, 20_000_000, 7)]
-    kept = [pages.keep(tensor) for tensor in given]
+def test_tensors_of_an_arena_do_not_overlap() -> None:
+    arena = pages.Arena()
+    given = [torch.randn(size).bfloat16() for size in (1, 33, 0, 40_000, 9_000_001, 20_000_000, 7)]
+    kept = [arena.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor) for tensor in given]
     assert all(torch.equal(a, b) for a, b in zip(given, kept, strict=True))
     kept[1].zero_()
-    assert all(torch.equal(given[i], kept[i]) for i in (0, 2, 3, 4, 5))
+    assert all(torch.equal(given[i], kept[i]) for i in (0, 2, 3, 4, 5, 6))
     assert all(tensor.data_ptr() % 64 == 0 for tensor in kept)
 
 
-def test_a_kept_tensor_may_come_in_any_order_and_outlives_its_neighbours() -> None:
-    plain = torch.randn(300, 500)
-    first, second = pages.keep(plain.T), pages.keep(plain)
-    assert first.is_contiguous() and torch.equal(first, plain.T)
-    del first
-    assert torch.equal(second, plain)
+def test_a_tensor_outlives_its_arena_and_its_neighbours() -> None:
+    arena, plain = pages.Arena(), torch.randn(300, 500)
+    first, second = arena.empty((500, 300), dtype=plain.dtype), arena.empty(plain.shape, dtype=plain.dtype)
+    second.copy_(plain)
+    del first, arena
+    assert second.is_contiguous() and torch.equal(second, plain)

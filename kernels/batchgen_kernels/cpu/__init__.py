@@ -350,6 +350,8 @@ class Ops:
         num_tokens, quads = x.shape[0], weight.panels.shape[1]
         channels, groups = weight.panels.shape[0] * reference.PANEL, -(-weight.in_features // reference.GROUP)
         _check("x", x, dtype, (num_tokens, weight.in_features))
+        if not weight.in_features:
+            raise ValueError("panels: expected a weight of at least one input")
         _check_contiguous("panels", weight.panels, torch.int8, (weight.panels.shape[0], quads, reference.PANEL, 4))
         _check_contiguous("scales", weight.scales, torch.float32, (channels,))
         _check_contiguous("sums", weight.sums, torch.int32, (groups, channels))
@@ -377,23 +379,27 @@ class Ops:
         )
         return out
 
-    @property
-    def float_linear_pays(self) -> bool:
-        """Whether it is at least as fast as torch's own: it reaches or passes oneDNN's, except in portable code."""
-        return self.isa != "portable"
+    def float_linear_pays(self, dtype: torch.dtype) -> bool:
+        """Whether it is at least as fast as torch's own: it reaches or passes oneDNN's, except in portable code and
+        where oneDNN has matrix tiles (AMX), which this does not."""
+        tiles = dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+        return self.isa != "portable" and not tiles
 
     def float_linear(
         self,
         x: torch.Tensor,  # (num_tokens, in_features) float32 or bfloat16
         weight: reference.FloatWeight,
         bias: torch.Tensor | None = None,  # (out_features,)
-    ) -> torch.Tensor:  # (num_tokens, out_features)
+    ) -> torch.Tensor:  # (num_tokens, out_features); a row's bits do not depend on the other rows
         bf16, dtype = _flag("x", x), x.dtype
         num_panels, num_lanes, _, per_lane = weight.panels.shape
         num_tokens = x.shape[0]
         _check("x", x, dtype, (num_tokens, weight.in_features))
-        _check_contiguous("panels", weight.panels, dtype, (num_panels, num_lanes, reference.PANEL, 4 // dtype.itemsize))
-        if (-(-weight.out_features // reference.PANEL), -(-weight.in_features // per_lane)) != (num_panels, num_lanes):
+        _check_contiguous(
+            "panels", weight.panels, dtype, (num_panels, num_lanes, reference.PANEL, reference.lane_inputs(dtype))
+        )
+        expected = (-(-weight.out_features // reference.PANEL), -(-weight.in_features // per_lane))
+        if expected != (num_panels, num_lanes) or not num_lanes:
             raise ValueError(
                 f"panels: {num_panels} of {num_lanes} lanes cannot be of {weight.out_features} channels and "
                 f"{weight.in_features} inputs"

@@ -1,8 +1,9 @@
 // Matrix products at one instruction set. All kinds keep a weight in panels of PANEL output channels, put rows of
 // activations in the order in which a register tile reads them, and go panel by panel over as many rows as stay in the
-// second-level cache. The first tile of rows asks for the panels ahead, into that cache: the first level has no room
-// for as many lines on their way, and reading from memory is a tenth slower through it. Every tile asks for the lines
-// that it will write; with AVX-512 a tile's channels are whole lines of them, so that no two threads write to one line.
+// second-level cache, or twelve tiles where those are too large for it. The first tile of rows asks for the panels
+// ahead, into that cache: the first level has no room for as many lines on their way, and reading from memory is a tenth
+// slower through it. Every tile asks for the lines that it will write; with AVX-512 a tile's channels are whole lines of
+// them where rows of output are, so that no two threads write to one line.
 //
 // 8-bit integers: weights quantised by output channel, activations by token. A panel is [in_features / 4][PANEL] lanes
 // of 4 bytes: a lane is four neighbouring inputs of one channel (inputs and channels padded with zeros). A row of
@@ -189,6 +190,7 @@ static_assert(FLOAT_ROWS <= MAX_LINEAR_ROWS, "callers make room for no more");
 struct OneInput {  // a lane is a float32
     typedef float Number;
     typedef float Lane;
+    static constexpr int PER_LANE = 1;
 
     template <int R, int V>
     static inline void step(Floats (&sums)[R][V], const Lane* left, const Lane* const (&right)[V], long offset) {
@@ -211,6 +213,7 @@ struct OneInput {  // a lane is a float32
 struct TwoInputs {  // a lane is two neighbouring inputs in bfloat16, the first in its low half
     typedef uint16_t Number;
     typedef uint32_t Lane;
+    static constexpr int PER_LANE = 2;
 
     template <int R, int V>
     static inline void step(Floats (&sums)[R][V], const Lane* left, const Lane* const (&right)[V], long offset) {
@@ -240,19 +243,20 @@ struct TwoInputs {  // a lane is two neighbouring inputs in bfloat16, the first 
 template <class Number>
 inline void transpose(const Number* x, long x_row, uint32_t* to, long stride) {
     typedef uint32_t Four __attribute__((vector_size(16)));
-    const Four a = load<Four>(x), b = load<Four>(x + x_row), c = load<Four>(x + 2 * x_row), d = load<Four>(x + 3 * x_row);
-    const Four ab = __builtin_shuffle(a, b, Four{0, 4, 1, 5}), cd = __builtin_shuffle(c, d, Four{0, 4, 1, 5});
-    const Four ba = __builtin_shuffle(a, b, Four{2, 6, 3, 7}), dc = __builtin_shuffle(c, d, Four{2, 6, 3, 7});
-    store(to, __builtin_shuffle(ab, cd, Four{0, 1, 4, 5}));
-    store(to + stride, __builtin_shuffle(ab, cd, Four{2, 3, 6, 7}));
-    store(to + 2 * stride, __builtin_shuffle(ba, dc, Four{0, 1, 4, 5}));
-    store(to + 3 * stride, __builtin_shuffle(ba, dc, Four{2, 3, 6, 7}));
+    const Four a = load<Four>(x), b = load<Four>(x + x_row);
+    const Four c = load<Four>(x + 2 * x_row), d = load<Four>(x + 3 * x_row);
+    const Four ab = shuffle<0, 4, 1, 5>(a, b), cd = shuffle<0, 4, 1, 5>(c, d);
+    const Four ba = shuffle<2, 6, 3, 7>(a, b), dc = shuffle<2, 6, 3, 7>(c, d);
+    store(to, shuffle<0, 1, 4, 5>(ab, cd));
+    store(to + stride, shuffle<2, 3, 6, 7>(ab, cd));
+    store(to + 2 * stride, shuffle<0, 1, 4, 5>(ba, dc));
+    store(to + 3 * stride, shuffle<2, 3, 6, 7>(ba, dc));
 }
 
 template <class Kind>
 void order_rows(const FloatLinear& a, long begin, long end) {
     typedef typename Kind::Number Number;
-    constexpr int PER_LANE = sizeof(typename Kind::Lane) / sizeof(Number);
+    constexpr int PER_LANE = Kind::PER_LANE;
     const long count = a.lanes_of(PER_LANE), whole = a.in_features / PER_LANE, fours = whole / 4 * 4;
     for (long row = begin * FLOAT_ROWS, last = std::min(end * FLOAT_ROWS, a.rows), some; row < last; row += some) {
         some = std::min(last, row / FLOAT_ROWS * FLOAT_ROWS + FLOAT_ROWS) - row >= 4 ? 4 : 1;
@@ -272,12 +276,12 @@ void order_rows(const FloatLinear& a, long begin, long end) {
 }
 
 template <class Kind, int R, int V>
-__attribute__((noinline)) void float_tile(const FloatLinear& a, long row, long channel, const typename Kind::Lane* weight,
-                                          bool ahead) {
+__attribute__((noinline)) void float_tile(const FloatLinear& a, long row, long channel,
+                                          const typename Kind::Lane* weight, bool ahead) {
     typedef typename Kind::Number Number;
     typedef typename Kind::Lane Lane;
     constexpr int NEAR = 16;  // lanes
-    const long count = a.lanes_of(sizeof(Lane) / sizeof(Number));
+    const long count = a.lanes_of(Kind::PER_LANE);
     const Lane* left = static_cast<const Lane*>(a.lanes) + row * count;
     const Lane* right[V];
     for (int v = 0; v < V; ++v) right[v] = weight + v * W / PANEL * count * PANEL + v * W % PANEL;
@@ -305,13 +309,13 @@ void float_linear(const FloatLinear& a, long group, long begin, long end) {
     constexpr int PANELS = LINEAR_VECTORS * W / PANEL;
     const long all = (a.out_features + PANEL - 1L) / PANEL;
     const int panels = static_cast<int>(std::min<long>(PANELS, all - group * PANELS));
-    const Lane* weight = static_cast<const Lane*>(a.weight) +
-                         group * PANELS * a.lanes_of(sizeof(Lane) / sizeof(typename Kind::Number)) * PANEL;
+    const Lane* weight = static_cast<const Lane*>(a.weight) + group * PANELS * a.lanes_of(Kind::PER_LANE) * PANEL;
     for (long tile = begin; tile < end; ++tile) {
         const long row = tile * FLOAT_ROWS;
+        const long channel = group * LINEAR_VECTORS * W;
         choose<FLOAT_ROWS>(static_cast<int>(std::min<long>(FLOAT_ROWS, a.rows - row)), [&](auto rows) {
             choose<PANELS>(panels, [&](auto count) {
-                float_tile<Kind, rows(), count() * PANEL / W>(a, row, group * LINEAR_VECTORS * W, weight, tile == begin);
+                float_tile<Kind, rows(), count() * PANEL / W>(a, row, channel, weight, tile == begin);
             });
         });
     }

@@ -32,7 +32,7 @@ constexpr int KEY_TILE = 128;  // keys per softmax step
 constexpr int ITEM_WORDS = 6;
 constexpr int MAX_DIM = 256;
 constexpr int GROUP = 64;  // inputs of an 8-bit matmul that share a scale in a row of activations
-constexpr int PANEL = 16;  // output channels that an 8-bit weight keeps together
+constexpr int PANEL = 16;  // output channels that a weight keeps together
 constexpr int MAX_LINEAR_ROWS = 12;  // of a register tile of a matmul at most
 constexpr long PART_BYTES = 192 << 10;  // of rows that a matmul takes at once, but no fewer than
 constexpr long PART_TILES = 12;         // register tiles
@@ -131,7 +131,7 @@ struct Kernels {  // [0] float32, [1] bfloat16, the pool's first; all but attent
     void (*int8_linear[2])(const Int8Linear&, long group, long begin, long end);
     void (*order_rows[2])(const FloatLinear&, long begin, long end);  // of register tiles of rows
     void (*float_linear[2])(const FloatLinear&, long group, long begin, long end);
-    int linear_rows, float_rows, linear_channels;  // of a register tile
+    int linear_rows, linear_forms, float_rows, linear_channels;  // of a register tile
 };
 
 inline int padded(int head_dim) { return (head_dim + 15) / 16 * 16; }
@@ -163,6 +163,7 @@ template <class Prepare, class Multiply>
 void linear(int threads, long rows, int tile_rows, long tile_bytes, long channels, int group_channels,
             const Prepare& prepare, const Multiply& multiply) {
     const long tiles = (rows + tile_rows - 1) / tile_rows, groups = (channels + group_channels - 1) / group_channels;
+    if (!tiles || !groups) return;
     const long cached = std::max(PART_TILES, PART_BYTES / tile_bytes);
     const long parts = std::max({1L, (tiles + cached - 1) / cached, std::min((tiles + 3) / 4, 4L * threads / groups)});
     std::atomic<long> taken{0};
@@ -349,7 +350,8 @@ void bg_int8_linear(int level, int threads, int bf16, const void* x, long x_row,
                           out, rows,  in_features,                         out_features, lanes, row_scales};
     const Kernels& kernels = *LEVELS[level];
     linear(
-        threads, rows, kernels.linear_rows, work.quads() * kernels.linear_rows * 4L, out_features, kernels.linear_channels,
+        threads, rows, kernels.linear_rows, 4L * work.quads() * kernels.linear_rows * kernels.linear_forms,
+        out_features, kernels.linear_channels,
         [&](long begin, long end) { kernels.quantize[bf16](work, begin, end); },
         [&](long group, long begin, long end) { kernels.int8_linear[bf16](work, group, begin, end); });
 }
@@ -359,7 +361,8 @@ void bg_float_linear(int level, int threads, int bf16, const void* x, long x_row
     const FloatLinear work{x, x_row, weight, bias, out, rows, in_features, out_features, lanes};
     const Kernels& kernels = *LEVELS[level];
     linear(
-        threads, rows, kernels.float_rows, in_features * kernels.float_rows * (bf16 ? 2L : 4L), out_features, kernels.linear_channels,
+        threads, rows, kernels.float_rows, 4L * work.lanes_of(bf16 ? 2 : 1) * kernels.float_rows,
+        out_features, kernels.linear_channels,
         [&](long begin, long end) { kernels.order_rows[bf16](work, begin, end); },
         [&](long group, long begin, long end) { kernels.float_linear[bf16](work, group, begin, end); });
 }
@@ -389,6 +392,7 @@ const Kernels kernels = {
     {order_rows<OneInput>, order_rows<TwoInputs>},
     {float_linear<OneInput>, float_linear<TwoInputs>},
     LINEAR_ROWS,
+    LINEAR_FORMS,
     FLOAT_ROWS,
     LINEAR_VECTORS * W,
 };

@@ -69,7 +69,7 @@ inline void fetch_slot(const Rope& a, long lanes, int64_t slot) {
     for (int h = 0; h < a.num_kv_heads; ++h) {
         const uint32_t* head = a.pool + (slot / a.block_size * a.num_kv_heads + h) * lanes;
         for (int d = 0; d < rows; ++d) __builtin_prefetch(head + static_cast<long>(d) * a.block_size + at, 1);
-        const uint32_t* values = head + static_cast<long>(a.block_size) * rows + static_cast<long>(at / PER_LANE) * width;
+        const uint32_t* values = head + static_cast<long>(a.block_size) * rows + at / PER_LANE * width;
         for (int d = 0; d < width; d += 16) __builtin_prefetch(values + d, 1);
     }
 }
@@ -195,11 +195,7 @@ inline void philox(Lanes (&c)[4], uint32_t key0, uint32_t key1) {
 // The lanes of the first or the second half of a and b, alternating.
 template <int Half, int... I>
 inline Lanes zip(Lanes a, Lanes b, std::integer_sequence<int, I...>) {
-#if defined(__clang__) || __GNUC__ >= 12
-    return __builtin_shufflevector(a, b, (I % 2 * W + Half * W / 2 + I / 2)...);
-#else
-    return Lanes{(I % 2 ? b : a)[Half * W / 2 + I / 2]...};
-#endif
+    return shuffle<(I % 2 * W + Half * W / 2 + I / 2)...>(a, b);
 }
 
 template <int Half>

@@ -185,6 +185,17 @@ inline Floats log(Floats x) {
 
 constexpr float LOG2_E = 1.44269504088896341f;
 
+// Lanes by number, those of `b` behind those of `a`.
+template <int... I, class V>
+inline V shuffle(V a, V b) {
+#if defined(__clang__) || __GNUC__ >= 12
+    return __builtin_shufflevector(a, b, I...);
+#else
+    constexpr int N = sizeof...(I);
+    return V{(I < N ? a[I % N] : b[I % N])...};
+#endif
+}
+
 // call(n) with n, one of 1 .. Most, as a compile-time constant.
 template <int Most, class Call>
 inline void choose(int n, const Call& call) {
