@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.errors import ConfigError, InvalidRow, PermissionDenied
-from batchgen.io.files import InputFile, expand, open_input
+from batchgen.io.files import InputFile, expand, open_input, refuse_mixed_folders
 from batchgen.io.partitions import partitions
 from batchgen.io.storage import local_path
 from batchgen.spec import JobSpec, PromptSpec
@@ -23,6 +23,7 @@ def check(spec: JobSpec, where: str) -> str:
     _check_model(spec)
     _check_output(spec.output.path)
     files = expand(spec.input.path, spec.input.storage_options, allow_empty=spec.input.allow_empty)
+    refuse_mixed_folders(spec.input.path, files, spec.output.path)
     if files:
         _check_columns(spec, files[0], variables, where)
     size = sum(file.size for file in files)

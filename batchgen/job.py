@@ -15,7 +15,7 @@ from typing import Any
 from batchgen import __version__, runstatus
 from batchgen.damage import finish_repair
 from batchgen.errors import ConfigError, Interrupted, NoInputError, StorageError
-from batchgen.io.files import COPIES
+from batchgen.io.files import COPIES, refuse_mixed_folders
 from batchgen.io.stores import Store
 from batchgen.jobrecord import check_same, read_job
 from batchgen.lease import Heart
@@ -29,7 +29,6 @@ from batchgen.opening import (
     open_loop,
     pinned,
     refuse_empty,
-    refuse_mixed_folders,
     shape,
 )
 from batchgen.report import table
@@ -159,7 +158,7 @@ class _Start:
                 raise
             logger.warning("%s: the input of this finished run is gone; it was not compared", store.url)
             files, prove = [], None
-        refuse_mixed_folders(spec, files, store)
+        refuse_mixed_folders(spec.input.path, files, store.url)
         listed = [asdict(file) for file in files]
         if success is not None:
             if self._options.must_be_new:
@@ -212,7 +211,8 @@ class _Start:
             before = book.totals()
             if book.epoch > 1:
                 logger.info("going on: %s rows are committed, %s samples saved", f"{before.rows:,}", f"{book.saved:,}")
-            logger.info("loading %s in %s", spec.model.path, model.dtype)
+            quantised = f", quantised to {spec.model.quantization}" if spec.model.quantization else ""
+            logger.info("loading %s in %s%s", spec.model.path, model.dtype, quantised)
             if self._spot is not None and self._spot.notice is not None:  # loading a model is not worth its while
                 raise Interrupted(f"{self._spot.notice}; run the same command again, on another machine", "spot")
             self._stop.check()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
@@ -13,11 +12,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batchgen.carry import InputFields, input_fields
-from batchgen.errors import ConfigError, NoInputError
+from batchgen.errors import NoInputError
 from batchgen.feeder import Feeder
 from batchgen.io import answers, sinks, sources
 from batchgen.io.files import InputFile, expand
-from batchgen.io.storage import local_path
 from batchgen.io.stores import Store
 from batchgen.jobrecord import arrange
 from batchgen.lease import Heart
@@ -44,25 +42,6 @@ def input_files(spec: JobSpec, store: Store | None) -> tuple[list[InputFile], Ca
         order = arrange(store, [asdict(file) for file in files], prove)
         files = [replace(files[i], number=number) for number, i in enumerate(order)]
     return files, prove
-
-
-def refuse_mixed_folders(spec: JobSpec, files: Sequence[InputFile], store: Store) -> None:
-    """Results among the input would be input of the next start."""
-    home = os.path.realpath(local_path(store.url) or store.url)
-    for pattern in spec.input.path:
-        folder, found, _ = (local_path(pattern) or pattern).partition("**")
-        finds_folders = folder.rstrip("/").endswith("/*")  # which are read as folders
-        if found or finds_folders or os.path.isdir(folder):
-            base = os.path.realpath(folder.rstrip("/").removesuffix("*") or ".")
-            if home == base or home.startswith(base.rstrip("/") + "/"):
-                raise ConfigError(
-                    f"output.path: {store.url} is inside the input, {pattern}; results need a place of their own"
-                )
-    for file in files:
-        if os.path.dirname(os.path.realpath(local_path(file.path) or file.path)) == home:
-            raise ConfigError(
-                f"output.path: {store.url} is the folder of an input file, {file.path}; results need one of their own"
-            )
 
 
 def fingerprint(spec: JobSpec, model: ModelLike | None = None, columns: pa.Schema | None = None) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from batchgen import __version__, job, opening
 from batchgen.damage import finish_repair
 from batchgen.errors import ConfigError, DataError, Interrupted, NoInputError, StorageError, UsageError
 from batchgen.io import sinks
+from batchgen.io.files import refuse_mixed_folders
 from batchgen.io.readback import read_contents, splice
 from batchgen.io.stores import Store
 from batchgen.jobrecord import check_same, read_job
@@ -31,7 +32,7 @@ from batchgen.lease import DEAD_AFTER_SECONDS, Heart, alone, refuse_company
 from batchgen.ledger import MANY_PROOFS, Ledger, Written
 from batchgen.loop import ModelLike
 from batchgen.metrics import Meter
-from batchgen.opening import columns_of, input_files, open_loop, pinned, refuse_empty, refuse_mixed_folders
+from batchgen.opening import columns_of, input_files, open_loop, pinned, refuse_empty
 from batchgen.parts import Parts, Recorded, list_parts, prove_part, read_index, read_parts, read_recorded
 from batchgen.report import table
 from batchgen.runfolder import INDEX, INPUT_LISTS, JOB, SUCCESS, Counters, PartProof, part_name, put_new
@@ -125,7 +126,7 @@ class _Retry:
                 hearts = [stack.enter_context(alone(store, info, self._dead_after, but=0))]
             else:
                 hearts = []
-                refuse_mixed_folders(spec, files, target)
+                refuse_mixed_folders(spec.input.path, files, target.url)
                 refuse_company(store, self._dead_after)
                 _begin_copy(store, target)
             home = target or store

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
-from batchgen.errors import DataError, Interrupted, NoInputError, PermissionDenied, StorageError
+from batchgen.errors import ConfigError, DataError, Interrupted, NoInputError, PermissionDenied, StorageError
 from batchgen.io.storage import Entry, SteadyFile, bucket_missing, local_path, naming, patiently
 from batchgen.io.stores import open_disk
 
@@ -203,4 +203,23 @@ class _Finder:
             raise DataError(
                 f"{base.rstrip('/') or '.'}: this folder is a {kinds[0]} table; read as plain files it would also give "
                 "rows that were deleted or replaced. Export the table to Parquet first, or name single files"
+            )
+
+
+def refuse_mixed_folders(patterns: Sequence[str], files: Sequence[InputFile], output: str) -> None:
+    """Results among the input would be input of the next start."""
+    home = os.path.realpath(local_path(output) or output)
+    for pattern in patterns:
+        folder, found, _ = (local_path(pattern) or pattern).partition("**")
+        finds_folders = folder.rstrip("/").endswith("/*")  # which are read as folders
+        if found or finds_folders or os.path.isdir(folder):
+            base = os.path.realpath(folder.rstrip("/").removesuffix("*") or ".")
+            if home == base or home.startswith(base.rstrip("/") + "/"):
+                raise ConfigError(
+                    f"output.path: {output} is inside the input, {pattern}; results need a place of their own"
+                )
+    for file in files:
+        if os.path.dirname(os.path.realpath(local_path(file.path) or file.path)) == home:
+            raise ConfigError(
+                f"output.path: {output} is the folder of an input file, {file.path}; results need one of their own"
             )
