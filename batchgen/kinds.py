@@ -55,9 +55,16 @@ def integer(low: int, high: int | None = None) -> Kind:
     def read(value: Any) -> int:
         if type(value) is not int or value < low or (high is not None and value > high):
             raise ValueError
-        return value
+        return _storable(value)
 
     return Kind(f"an integer >= {low}" if high is None else f"an integer from {low} to {high}", read)
+
+
+def _storable(value: int) -> int:
+    """A run's records hold integers of 64 bits."""
+    if value >= 2**63:
+        raise ValueError(f"{value} given, expected less than 2 ** 63")
+    return value
 
 
 def number(expected: str, fits: Callable[[float], bool] = lambda value: True) -> Kind:
@@ -67,6 +74,12 @@ def number(expected: str, fits: Callable[[float], bool] = lambda value: True) ->
         return float(value)
 
     return Kind(expected, read)
+
+
+def block_size(value: Any) -> int:
+    if value not in (16, 32, 64, 128) or type(value) is not int:
+        raise ValueError
+    return int(value)
 
 
 def or_auto(kind: Kind) -> Kind:
@@ -95,14 +108,18 @@ def kv_memory(value: Any) -> int | float | str:
         value = round(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2].lower() or " "))
     if type(value) is int and 0 < value < 2**20:
         raise ValueError(f"{value} bytes are no use, expected at least 1MiB; a share has a point, such as 0.8 or 1.0")
-    if value == "auto" or (type(value) is int and value > 0) or (type(value) is float and 0 < value <= 1):
+    if type(value) is int and value > 0:
+        return _storable(value)
+    if value == "auto" or (type(value) is float and 0 < value <= 1):
         return value
     raise ValueError
 
 
 def max_failed(value: Any) -> int | float:
     """A count of rows as an int, a share of all rows as a float."""
-    if (type(value) is int and value >= 0) or (type(value) is float and 0 <= value < 1):
+    if type(value) is int and value >= 0:
+        return _storable(value)
+    if type(value) is float and 0 <= value < 1:
         return value
     raise ValueError
 
@@ -201,6 +218,7 @@ Natural = Annotated[int, integer(0)]
 Count = Annotated[int, integer(1)]
 Samples = Annotated[int, integer(1, 1024)]
 AutoCount = Annotated[int | Literal["auto"], or_auto(integer(1))]
+BlockSize = Annotated[int | Literal["auto"], or_auto(Kind("16, 32, 64 or 128", block_size))]
 Seed = Annotated[int, integer(0, 2**63 - 1)]
 Number = Annotated[float, number("a number")]
 PositiveNumber = Annotated[float, number("a number > 0", lambda value: value > 0)]

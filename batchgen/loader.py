@@ -83,7 +83,11 @@ class Model:
         `demand` says what the job needs room for; it is called once the weights are loaded.
         """
         spec = self._engine_spec
-        torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+        if (
+            "OMP_NUM_THREADS" not in os.environ
+        ):  # torch alone would leave out what it takes for second threads of a core
+            usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+            torch.set_num_threads(len(usable))
         ops = native.load()
         if ops is None:
             logger.warning(

@@ -396,7 +396,7 @@ class EngineSpec(Section):
         description="Number format of the KV cache; auto is the model's. bfloat16 beside a float32 model holds twice "
         "the tokens and reads them faster, for keys and values rounded to bfloat16.",
     )
-    block_size: kinds.AutoCount = Field(default="auto", description="Tokens in one block of the KV cache.")
+    block_size: kinds.BlockSize = Field(default="auto", description="Tokens in one block of the KV cache.")
     prefix_cache: bool = Field(default=True, description="Rows with the same beginning compute it once.")
     attention: Literal["auto", "triton", "flash", "cpu", "reference"] = Field(
         default="auto", description="Attention backend; auto is the fastest for the device."

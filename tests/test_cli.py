@@ -355,6 +355,11 @@ def test_validate_says_in_a_line_that_all_is_well(call: Any, job: Path) -> None:
     assert not (job.parent / "out").exists()
 
 
+def test_validate_refuses_results_among_the_input(call: Any, job: Path) -> None:
+    result = call("validate", job, "--set", f"input.path={job.parent}", "--set", f"output.path={job.parent}/out")
+    assert result.code == 78 and f"{job.parent}/out is inside the input" in result.err
+
+
 def test_validate_finds_input_that_matches_nothing(call: Any, job: Path) -> None:
     result = call("validate", job, "--set", f"input.path={job.parent}/none-*.parquet")
     assert result.code == 66 and "none-*.parquet" in result.err

@@ -208,7 +208,7 @@ def test_the_pool_is_a_share_of_what_is_free_beside_steps_and_rows(
     pool = settings(folder)
     taken = pool.num_blocks * per_block(pool)
     config = loader.Model(spec.ModelSpec(path=str(folder)), spec.EngineSpec()).config
-    steps = loader.step_bytes(config, torch.float32, 1024, 128)
+    steps = loader.step_bytes(config, torch.float32, loader.CPU_MAX_BATCH_TOKENS, loader.CPU_MAX_NUM_SEQS)
     assert 0 < taken <= loader.KV_SHARE * (small - loader.ROWS_BYTES - steps) < taken + per_block(pool)
     half = settings(folder, kv_memory=0.5)
     assert half.num_blocks == pytest.approx(pool.num_blocks * 0.5 / loader.KV_SHARE, abs=2)
@@ -224,7 +224,7 @@ def test_what_the_job_can_use_bounds_the_pool(folder: Path, monkeypatch: pytest.
 
 def test_a_pool_that_does_not_fit_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available", lambda: FREE)
-    with pytest.raises(ConfigError, match=r"engine.kv_memory: 3.90 GiB, but 3.4\d GiB .* 4.00 GiB, less .* lower it"):
+    with pytest.raises(ConfigError, match=r"engine.kv_memory: 3.90 GiB, but 3.5\d GiB .* 4.00 GiB, less .* lower it"):
         settings(folder, kv_memory=int(3.9 * GIB))
     monkeypatch.setattr(memory, "available", lambda: loader.ROWS_BYTES)
     with pytest.raises(ConfigError, match=r"0 blocks .* lower engine.max_num_seqs and engine.max_batch_tokens"):

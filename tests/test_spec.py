@@ -628,3 +628,16 @@ def test_reading_a_job_imports_nothing_heavy(tmp_path: Path) -> None:
     )
     result = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("key", ["engine.max_num_seqs", "engine.kv_memory", "sampling.max_tokens", "sampling.top_k"])
+def test_an_integer_that_no_record_can_hold_is_refused(key: str) -> None:
+    section, name = key.split(".")
+    (line,) = errors(job(**{section: ({"max_tokens": 5} if section == "sampling" else {}) | {name: 2**64}}))
+    assert f"`{key}`: {2**64} given, expected less than 2 ** 63" in line
+
+
+@pytest.mark.parametrize("size", [7, 1, 48, 256, True])
+def test_block_sizes_are_those_that_kernels_have(size: int) -> None:
+    (line,) = errors(job(engine={"block_size": size}))
+    assert "`engine.block_size`" in line and "expected auto or 16, 32, 64 or 128" in line
