@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import mmap
+from pathlib import Path
+
 import pytest
 import torch
 from batchgen_kernels import pages
 
 
+@pytest.mark.parametrize("has_huge", [pages.HAS_HUGE, False])
 @pytest.mark.parametrize("shape", [(0,), (3, 5), (1 << 20,), (3, 700, 1031)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-def test_zeros_are_zero_and_can_be_written(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_zeros_are_zero_and_can_be_written(
+    shape: tuple[int, ...], dtype: torch.dtype, has_huge: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "HAS_HUGE", has_huge)
     zeros = pages.zeros(shape, dtype)
     assert zeros.shape == shape and zeros.dtype == dtype and not zeros.any()
     zeros.fill_(1)
@@ -32,3 +39,13 @@ def test_a_tensor_outlives_its_arena_and_its_neighbours() -> None:
     second.copy_(plain)
     del first, arena
     assert second.is_contiguous() and torch.equal(second, plain)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="asks Linux how much of the process is in memory")
+def test_zeros_are_in_memory_at_once() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    before = resident()
+    zeros = pages.zeros((64 << 20,), torch.uint8)
+    assert resident() - before > 0.95 * len(zeros)
