@@ -375,6 +375,7 @@ def test_linear_fuses_parts_loaded_in_any_order(dtype: torch.dtype, rows: int) -
     expected = F.linear(x.double(), torch.cat(parts).to(dtype).double(), torch.cat(biases).to(dtype).double())
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(linear(x).double(), expected, atol=tolerance, rtol=tolerance)
+    assert linear(x).dtype == dtype and linear(x, wide=True).dtype == torch.float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

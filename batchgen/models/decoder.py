@@ -99,7 +99,7 @@ class Decoder:
             update = layer.down(activation(ops, layer.gate_up(normed)))
         assert update is not None
         normed = ops.rms_norm(update, self.norm, config.norm_eps, residual)
-        return self.head(normed).float()
+        return self.head(normed, wide=True)
 
     def _project(self, layer: DecoderLayer, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(num_tokens, hidden_size) -> query, key and value, each (num_tokens, heads, head_dim), views of one tensor

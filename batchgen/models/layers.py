@@ -41,12 +41,18 @@ class Ops(Protocol):
         """Whether `float_linear` is at least as fast as torch's own."""
         ...
 
-    def float_linear(self, x: torch.Tensor, weight: FloatWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """(num_tokens, in_features) -> (num_tokens, out_features), all in float32 or all in bfloat16."""
+    def float_linear(
+        self, x: torch.Tensor, weight: FloatWeight, bias: torch.Tensor | None = None, *, wide: bool = False
+    ) -> torch.Tensor:
+        """(num_tokens, in_features) -> (num_tokens, out_features), all in float32 or all in bfloat16, but the result in
+        float32 if `wide`."""
         ...
 
-    def int8_linear(self, x: torch.Tensor, weight: Int8Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """(num_tokens, in_features) -> (num_tokens, out_features); x is quantised, the bias float32."""
+    def int8_linear(
+        self, x: torch.Tensor, weight: Int8Weight, bias: torch.Tensor | None = None, *, wide: bool = False
+    ) -> torch.Tensor:
+        """(num_tokens, in_features) -> (num_tokens, out_features); x is quantised, the bias float32, and the result too
+        if `wide`."""
         ...
 
 
@@ -111,8 +117,8 @@ class Linear:
         start = sum(self.parts[:part])
         return whole[start : start + self.parts[part]]
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """(num_tokens, in_features) -> (num_tokens, sum(parts))"""
+    def __call__(self, x: torch.Tensor, *, wide: bool = False) -> torch.Tensor:
+        """(num_tokens, in_features) -> (num_tokens, sum(parts)), in float32 if `wide`"""
         num_rows = len(x)
         if padding := _bucket(num_rows) - num_rows:
             x = F.pad(x, (0, 0, 0, padding))
@@ -121,7 +127,7 @@ class Linear:
         else:
             assert self.weight is not None
             out = F.linear(x, self.weight, self.bias)
-        return out[:num_rows]
+        return out[:num_rows].float() if wide else out[:num_rows]
 
 
 def _bucket(num_rows: int) -> int:
@@ -146,9 +152,9 @@ class FloatLinear(Linear):
         self._panels = FloatWeight.pack(weight, self._arena.empty)
         self.weight = None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, *, wide: bool = False) -> torch.Tensor:
         assert self._panels is not None
-        return self._ops.float_linear(x, self._panels, self.bias)
+        return self._ops.float_linear(x, self._panels, self.bias, wide=wide)
 
 
 class Int8Linear(Linear):
@@ -171,9 +177,9 @@ class Int8Linear(Linear):
         self._int8 = Int8Weight.stack(parts, self._arena.empty)
         self.weight = None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, *, wide: bool = False) -> torch.Tensor:
         assert self._int8 is not None
-        return self._ops.int8_linear(x, self._int8, self.bias)
+        return self._ops.int8_linear(x, self._int8, self.bias, wide=wide)
 
 
 QUANTIZED = {"int8": Int8Linear}  # model.quantization -> what linear layers are

@@ -271,8 +271,11 @@ def int8_linear(
     x: torch.Tensor,  # (num_tokens, in_features)
     weight: Int8Weight,
     bias: torch.Tensor | None = None,  # (out_features,) float32
+    *,
+    wide: bool = False,
 ) -> torch.Tensor:
-    """x W^T + b, with every GROUP of inputs of a row of x quantised -> (num_tokens, out_features), in x's dtype.
+    """x W^T + b, with every GROUP of inputs of a row of x quantised -> (num_tokens, out_features), in x's dtype or, if
+    `wide`, in float32.
 
     Groups are summed up in whole numbers, which float32 holds, and added in float32. A row with NaN or infinity in it
     comes out NaN.
@@ -282,7 +285,7 @@ def int8_linear(
         quantized, scales = quantize(inputs)
         out += quantized.float() @ weights.T * scales[:, None]
     out = out * weight.scales[: weight.out_features]
-    return (out if bias is None else out + bias).to(x.dtype)
+    return (out if bias is None else out + bias).to(torch.float32 if wide else x.dtype)
 
 
 def float_linear_pays(dtype: torch.dtype) -> bool:
@@ -294,6 +297,10 @@ def float_linear(
     x: torch.Tensor,  # (num_tokens, in_features) float32 or bfloat16
     weight: FloatWeight,
     bias: torch.Tensor | None = None,  # (out_features,)
+    *,
+    wide: bool = False,
 ) -> torch.Tensor:
-    """x W^T + b -> (num_tokens, out_features), all in one dtype."""
+    """x W^T + b -> (num_tokens, out_features), all in one dtype, but the result in float32 if `wide`."""
+    if wide:
+        return F.linear(x.float(), weight.unpack().float(), None if bias is None else bias.float())
     return F.linear(x, weight.unpack(), bias)

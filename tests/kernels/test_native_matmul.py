@@ -25,6 +25,9 @@ def test_equals_the_twin(ops: cpu.Ops, dtype: torch.dtype, rows: int, in_feature
     for given in (None, bias):
         expected = reference.int8_linear(x, packed, given)
         torch.testing.assert_close(ops.int8_linear(x, packed, given), expected, atol=tolerance, rtol=tolerance)
+    wide = ops.int8_linear(x, packed, bias, wide=True)
+    assert torch.equal(wide.to(dtype), ops.int8_linear(x, packed, bias))
+    torch.testing.assert_close(wide, reference.int8_linear(x, packed, bias, wide=True), atol=1e-4, rtol=1e-4)
 
 
 def test_many_threads_cut_rows_too(ops: cpu.Ops) -> None:
@@ -112,6 +115,9 @@ def test_dense_equals_the_twin(
     for given in (None, bias):
         expected = reference.float_linear(x, packed, given)
         torch.testing.assert_close(ops.float_linear(x, packed, given), expected, atol=tolerance * 4, rtol=tolerance)
+    wide = ops.float_linear(x, packed, bias, wide=True)
+    assert torch.equal(wide.to(dtype), ops.float_linear(x, packed, bias))
+    torch.testing.assert_close(wide, reference.float_linear(x, packed, bias, wide=True), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

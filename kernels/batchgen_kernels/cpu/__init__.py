@@ -18,7 +18,7 @@ from batchgen_kernels.cpu.items import Items, attention_items
 ISAS = ("portable", "avx2", "avx512", "avx512_bf16")  # by level
 BLOCK_SIZES = (16, 32, 64, 128)  # what divides the tile of keys
 MAX_HEAD_DIM = 256
-_INTERFACE = 6  # bg_interface() of the ops.cpp that belongs to this file
+_INTERFACE = 7  # bg_interface() of the ops.cpp that belongs to this file
 _LINEAR_ROWS = 12  # of a register tile of a matmul at most
 _FLAGS = {torch.float32: 0, torch.bfloat16: 1}
 _SIGNATURES = {  # i int, l long, f float, p pointer
@@ -27,8 +27,8 @@ _SIGNATURES = {  # i int, l long, f float, p pointer
     "bg_rms_norm": "iiipllppl" + "pliif",
     "bg_gate": "iiiiplpli",
     "bg_gumbel": "iippppli",
-    "bg_int8_linear": "iiipl" + "pppp" + "pl" + "iipp",
-    "bg_float_linear": "iiipl" + "pppl" + "iip",
+    "bg_int8_linear": "iiiipl" + "pppp" + "pl" + "iipp",
+    "bg_float_linear": "iiiipl" + "pppl" + "iip",
 }
 _TYPES = {"i": ctypes.c_int, "l": ctypes.c_long, "f": ctypes.c_float, "p": ctypes.c_void_p}
 
@@ -345,6 +345,8 @@ class Ops:
         x: torch.Tensor,  # (num_tokens, in_features)
         weight: reference.Int8Weight,
         bias: torch.Tensor | None = None,  # (out_features,) float32
+        *,
+        wide: bool = False,
     ) -> torch.Tensor:  # (num_tokens, out_features)
         bf16, dtype = _flag("x", x), x.dtype
         num_tokens, quads = x.shape[0], weight.panels.shape[1]
@@ -357,13 +359,14 @@ class Ops:
         _check_contiguous("sums", weight.sums, torch.int32, (groups, channels))
         if bias is not None:
             _check_contiguous("bias", bias, torch.float32, (weight.out_features,))
-        out = torch.empty(num_tokens, weight.out_features, dtype=dtype)
+        out = torch.empty(num_tokens, weight.out_features, dtype=torch.float32 if wide else dtype)
         lanes = torch.empty((num_tokens + _LINEAR_ROWS) * 2 * quads, dtype=torch.int32)
         row_scales = torch.empty((num_tokens + _LINEAR_ROWS) * groups, dtype=torch.float32)
         self._library.bg_int8_linear(
             self._level,
             torch.get_num_threads(),
             bf16,
+            _FLAGS[out.dtype],
             x.data_ptr(),
             x.stride(0),
             weight.panels.data_ptr(),
@@ -390,6 +393,8 @@ class Ops:
         x: torch.Tensor,  # (num_tokens, in_features) float32 or bfloat16
         weight: reference.FloatWeight,
         bias: torch.Tensor | None = None,  # (out_features,)
+        *,
+        wide: bool = False,
     ) -> torch.Tensor:  # (num_tokens, out_features); a row's bits do not depend on the other rows
         bf16, dtype = _flag("x", x), x.dtype
         num_panels, num_lanes, _, per_lane = weight.panels.shape
@@ -406,12 +411,13 @@ class Ops:
             )
         if bias is not None:
             _check_contiguous("bias", bias, dtype, (weight.out_features,))
-        out = torch.empty(num_tokens, weight.out_features, dtype=dtype)
+        out = torch.empty(num_tokens, weight.out_features, dtype=torch.float32 if wide else dtype)
         lanes = torch.empty((num_tokens + _LINEAR_ROWS) * num_lanes, dtype=torch.int32)
         self._library.bg_float_linear(
             self._level,
             torch.get_num_threads(),
             bf16,
+            _FLAGS[out.dtype],
             x.data_ptr(),
             x.stride(0),
             weight.panels.data_ptr(),

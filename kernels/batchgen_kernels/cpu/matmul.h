@@ -162,7 +162,7 @@ __attribute__((noinline)) void linear_tile(const Int8Linear& a, long row, long c
         const Floats scale = load<Floats>(a.scales + first);
         const Floats bias = a.bias ? read(a.bias + first, rest) : Floats{};
         for (int r = 0; r < R; ++r)
-            write(static_cast<T*>(a.out) + (row + r) * a.out_features + first, fma(totals[r][v], scale, bias), rest);
+            write(out + static_cast<long>(r) * a.out_features + v * W, fma(totals[r][v], scale, bias), rest);
     }
 }
 
@@ -275,7 +275,7 @@ void order_rows(const FloatLinear& a, long begin, long end) {
     }
 }
 
-template <class Kind, int R, int V>
+template <class Kind, class Out, int R, int V>
 __attribute__((noinline)) void float_tile(const FloatLinear& a, long row, long channel,
                                           const typename Kind::Lane* weight, bool ahead) {
     typedef typename Kind::Number Number;
@@ -285,7 +285,7 @@ __attribute__((noinline)) void float_tile(const FloatLinear& a, long row, long c
     const Lane* left = static_cast<const Lane*>(a.lanes) + row * count;
     const Lane* right[V];
     for (int v = 0; v < V; ++v) right[v] = weight + v * W / PANEL * count * PANEL + v * W % PANEL;
-    Number* out = static_cast<Number*>(a.out) + row * a.out_features + channel;
+    Out* out = static_cast<Out*>(a.out) + row * a.out_features + channel;
     for (int r = 0; r < R; ++r)
         for (int v = 0; v < V; ++v) __builtin_prefetch(out + static_cast<long>(r) * a.out_features + v * W, 1);
     Floats sums[R][V] = {};
@@ -299,11 +299,11 @@ __attribute__((noinline)) void float_tile(const FloatLinear& a, long row, long c
         const long first = channel + v * W, rest = a.out_features - first;
         const Floats bias = a.bias ? read(static_cast<const Number*>(a.bias) + first, rest) : Floats{};
         for (int r = 0; r < R; ++r)
-            write(static_cast<Number*>(a.out) + (row + r) * a.out_features + first, sums[r][v] + bias, rest);
+            write(out + static_cast<long>(r) * a.out_features + v * W, sums[r][v] + bias, rest);
     }
 }
 
-template <class Kind>
+template <class Kind, class Out>
 void float_linear(const FloatLinear& a, long group, long begin, long end) {
     typedef typename Kind::Lane Lane;
     constexpr int PANELS = LINEAR_VECTORS * W / PANEL;
@@ -315,7 +315,7 @@ void float_linear(const FloatLinear& a, long group, long begin, long end) {
         const long channel = group * LINEAR_VECTORS * W;
         choose<FLOAT_ROWS>(static_cast<int>(std::min<long>(FLOAT_ROWS, a.rows - row)), [&](auto rows) {
             choose<PANELS>(panels, [&](auto count) {
-                float_tile<Kind, rows(), count() * PANEL / W>(a, row, channel, weight, tile == begin);
+                float_tile<Kind, Out, rows(), count() * PANEL / W>(a, row, channel, weight, tile == begin);
             });
         });
     }

@@ -128,9 +128,9 @@ struct Kernels {  // [0] float32, [1] bfloat16, the pool's first; all but attent
     void (*gelu[2])(const Gate&, long begin, long end);
     void (*gumbel)(const Gumbel&, long begin, long end);
     void (*quantize[2])(const Int8Linear&, long begin, long end);  // of register tiles of rows
-    void (*int8_linear[2])(const Int8Linear&, long group, long begin, long end);
+    void (*int8_linear[2])(const Int8Linear&, long group, long begin, long end);  // by the output's numbers
     void (*order_rows[2])(const FloatLinear&, long begin, long end);  // of register tiles of rows
-    void (*float_linear[2])(const FloatLinear&, long group, long begin, long end);
+    void (*float_linear[2][2])(const FloatLinear&, long group, long begin, long end);  // [1][0]: float32 of bfloat16
     int linear_rows, linear_forms, float_rows, linear_channels;  // of a register tile
 };
 
@@ -238,7 +238,7 @@ const Kernels* const LEVELS[] = {
 extern "C" {
 
 // Changes with any change of this interface, so that a library built from older source is not called wrongly.
-int bg_interface() { return 6; }
+int bg_interface() { return 7; }
 
 // The sizes by which callers cut work and make room, in the order of _sizes_agree() in cpu/__init__.py, which compares
 // them with its own; -1 behind the last.
@@ -343,7 +343,7 @@ void bg_gumbel(int level, int threads, const int64_t* keys, const int32_t* posit
     split(threads, rows, 1 + 8192 / vocab, [&](long begin, long end) { kernel(work, begin, end); });
 }
 
-void bg_int8_linear(int level, int threads, int bf16, const void* x, long x_row, const void* weight,
+void bg_int8_linear(int level, int threads, int bf16, int out_bf16, const void* x, long x_row, const void* weight,
                     const float* scales, const int32_t* sums, const float* bias, void* out, long rows, int in_features,
                     int out_features, int32_t* lanes, float* row_scales) {
     const Int8Linear work{x,   x_row, static_cast<const int32_t*>(weight), scales,       sums,  bias,
@@ -353,18 +353,18 @@ void bg_int8_linear(int level, int threads, int bf16, const void* x, long x_row,
         threads, rows, kernels.linear_rows, 4L * work.quads() * kernels.linear_rows * kernels.linear_forms,
         out_features, kernels.linear_channels,
         [&](long begin, long end) { kernels.quantize[bf16](work, begin, end); },
-        [&](long group, long begin, long end) { kernels.int8_linear[bf16](work, group, begin, end); });
+        [&](long group, long begin, long end) { kernels.int8_linear[out_bf16](work, group, begin, end); });
 }
 
-void bg_float_linear(int level, int threads, int bf16, const void* x, long x_row, const void* weight, const void* bias,
-                     void* out, long rows, int in_features, int out_features, void* lanes) {
+void bg_float_linear(int level, int threads, int bf16, int out_bf16, const void* x, long x_row, const void* weight,
+                     const void* bias, void* out, long rows, int in_features, int out_features, void* lanes) {
     const FloatLinear work{x, x_row, weight, bias, out, rows, in_features, out_features, lanes};
     const Kernels& kernels = *LEVELS[level];
     linear(
         threads, rows, kernels.float_rows, 4L * work.lanes_of(bf16 ? 2 : 1) * kernels.float_rows,
         out_features, kernels.linear_channels,
         [&](long begin, long end) { kernels.order_rows[bf16](work, begin, end); },
-        [&](long group, long begin, long end) { kernels.float_linear[bf16](work, group, begin, end); });
+        [&](long group, long begin, long end) { kernels.float_linear[bf16][out_bf16](work, group, begin, end); });
 }
 
 }  // extern "C"
@@ -390,7 +390,7 @@ const Kernels kernels = {
     {quantize<float>, quantize<uint16_t>},
     {int8_linear<float>, int8_linear<uint16_t>},
     {order_rows<OneInput>, order_rows<TwoInputs>},
-    {float_linear<OneInput>, float_linear<TwoInputs>},
+    {{float_linear<OneInput, float>}, {float_linear<TwoInputs, float>, float_linear<TwoInputs, uint16_t>}},
     LINEAR_ROWS,
     LINEAR_FORMS,
     FLOAT_ROWS,
