@@ -1,0 +1,64 @@
+"""Block sizes, warps and stages of the Triton kernels: a table by kernel, device architecture and Triton version."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import NamedTuple
+
+import triton
+
+INTERPRETER = "interpreter"  # Triton's own, on a CPU
+
+
+class Config(NamedTuple):
+    """How a kernel is launched. `blocks` are its constexpr block sizes by name."""
+
+    blocks: Mapping[str, int]
+    num_warps: int = 4
+    num_stages: int = 2
+
+
+# kernel -> (architecture, first Triton version it holds for) -> configuration. An architecture that is not listed takes
+# the newest listed one of its maker below it, the interpreter and unknown makers take ("", ...). Values of one
+# architecture that depend on a size (of a head, of a row) are their own entries: "paged_attention/128".
+TABLE: dict[str, dict[tuple[str, tuple[int, int]], Config]] = {}
+
+
+@cache
+def architecture() -> str:
+    """The current device's: "sm_90", "gfx942", or INTERPRETER."""
+    if triton.knobs.runtime.interpret:
+        return INTERPRETER
+    target = triton.runtime.driver.active.get_current_target()
+    return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch).split(":", maxsplit=1)[0]
+
+
+def choose(kernel: str) -> Config:
+    """The entry of TABLE for this device and this Triton. KeyError where the kernel has none that fits."""
+    return _choose(kernel, architecture(), _version())
+
+
+@cache
+def _choose(kernel: str, arch: str, version: tuple[int, int]) -> Config:
+    def rank(key: tuple[str, tuple[int, int]]) -> tuple[int, tuple[int, int]] | None:
+        listed, first = key
+        if first > version:
+            return None
+        if not listed:
+            return -1, first
+        if listed == arch:
+            return 1 << 30, first
+        if listed.startswith("sm_") and arch.startswith("sm_") and int(listed[3:]) <= int(arch[3:]):
+            return int(listed[3:]), first
+        return None
+
+    ranked = [(place, config) for key, config in TABLE[kernel].items() if (place := rank(key)) is not None]
+    if not ranked:
+        raise KeyError(f"kernel {kernel} has no configuration for {arch} with Triton {version}")
+    return max(ranked, key=lambda entry: entry[0])[1]
+
+
+def _version() -> tuple[int, int]:
+    major, minor = triton.__version__.split(".")[:2]
+    return int(major), int(minor)
