@@ -51,10 +51,10 @@ def rms_norm(
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr,
-    weight_ptr,
-    residual_ptr,  # None: there is none
-    out_ptr,
+    x_ptr,  # (num_rows, heads, dim)
+    weight_ptr,  # (dim,)
+    residual_ptr,  # (num_rows, dim) or None
+    out_ptr,  # (num_rows * heads, dim), contiguous
     num_rows,
     heads,
     dim,
