@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from batchgen_kernels.draws import Drawn, SamplingRows
 
 from batchgen.attention.base import AttentionBackend, AttentionMetadata
 from batchgen.device import Cpu, Device, device_error, is_out_of_memory
@@ -68,7 +69,7 @@ class Runner:
         self._settings = settings
         self._block_size = settings.block_size
         assert backend.block_size == settings.block_size
-        self._sampler = Sampler(settings.max_num_seqs, min(vocab_limit, decoder.config.vocab_size), ops)
+        self._sampler = Sampler(settings.max_num_seqs, min(vocab_limit, decoder.config.vocab_size))
         max_blocks = -(-settings.max_model_len // settings.block_size)
         # Per slot, (max_num_seqs, ...)
         self._known: list[TokenIds] = [np.empty(0, np.int32)] * settings.max_num_seqs
@@ -175,17 +176,17 @@ class Runner:
         slots = plan.slots[plan.samples]
         positions = (plan.starts + plan.lengths)[plan.samples] - self._num_prompt[slots]
         with self._errors():
-            tokens, finite = self._draw(handle.hidden, slots, positions, masks)
-            handle.arrived = self._device.download(torch.stack((tokens, finite.long())))
+            drawn = self._draw(handle.hidden, slots, positions, masks)
+            handle.arrived = self._device.download(torch.stack((drawn.tokens, drawn.finite.long())))
         handle.hidden = None
 
     def _draw(
         self, hidden: torch.Tensor, slots: IntArray, positions: IntArray, masks: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = self._decoder.logits(hidden)
-        tokens, finite = self._sampler.sample(logits, slots, positions, masks)
-        self._last_token[self._device.upload(slots.astype(np.int64))] = tokens
-        return tokens, finite
+    ) -> Drawn:
+        rows = SamplingRows.unpack(self._device.upload(self._sampler.gather(slots, positions)))
+        drawn = self._ops.sample(self._decoder.logits(hidden), rows, self._sampler.vocab_size, allowed=masks)
+        self._last_token[self._device.upload(slots.astype(np.int64))] = drawn.tokens
+        return drawn
 
     def collect(self, handle: Handle) -> StepResult:
         """Waits for the step."""
