@@ -7,7 +7,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from batchgen.attention.reference import ReferenceBackend
 from batchgen.device import Cpu, Cuda
 from batchgen.engine.engine import Engine
 from batchgen.engine.runner import Runner
+from batchgen.engine.sampler import SamplingOps
 from batchgen.engine.step import EngineSettings
 from batchgen.errors import ConfigError, ModelError
 from batchgen.models import registry
@@ -48,6 +49,10 @@ TYPICAL_OUTPUT = 1024  # output tokens that a sample which may have more is give
 SPREAD = 0.9  # where more rows are to come, room is made for samples as long as this quantile of the first ones
 APART = 1.2  # of what samples hold at once: they start one after the other, and admission reckons from above
 GIB = 1 << 30
+
+
+class DeviceOps(Ops, SamplingOps, Protocol):
+    """All kernels that a model needs beside attention's."""
 
 
 class Model:
@@ -116,7 +121,7 @@ class Model:
         depth = 2 if isinstance(self._device, Cuda) else 1
         return Engine(runner(settings), settings=settings, eos_token_ids=eos, stream_factory=self._stream, depth=depth)
 
-    def _ops(self) -> Ops:
+    def _ops(self) -> DeviceOps:
         """The kernels of this device."""
         if isinstance(self._device, Cuda):
             from batchgen_kernels import gpu
@@ -324,23 +329,23 @@ def open_device(asked: str) -> Cpu | Cuda:
 
 def make_backend(spec: EngineSpec, device: Cpu | Cuda, ops: Ops) -> AttentionBackend:
     """The attention backend asked for; `auto` is Triton on a GPU, on a CPU the native one where it was built."""
-    size = {} if spec.block_size == "auto" else {"block_size": spec.block_size}
+    size = () if spec.block_size == "auto" else (spec.block_size,)
     if isinstance(device, Cuda):
         if spec.attention == "cpu":
             raise ConfigError("engine.attention: cpu, but the model runs on a GPU; expected auto, triton or reference")
         if spec.attention == "reference":
             device.captures = False  # it waits for the device
-            return ReferenceBackend(**size, device=device.torch_device)
+            return ReferenceBackend(*size, device=device.torch_device)
         from batchgen.attention.triton import TritonAttention
 
-        return TritonAttention(device, **size)
+        return TritonAttention(device, *size)
     if spec.attention == "triton":
         raise ConfigError("engine.attention: triton needs a GPU; expected auto, cpu or reference")
     if spec.attention == "reference" or (spec.attention == "auto" and not isinstance(ops, native.Ops)):
-        return ReferenceBackend(**size)
+        return ReferenceBackend(*size)
     if not isinstance(ops, native.Ops):
         raise ModelError("engine.attention: cpu needs the native CPU kernels, which were not built at install")
-    return CpuAttention(ops, **size)
+    return CpuAttention(ops, *size)
 
 
 def resolve_dtype(asked: str, stored: str, *, on_gpu: bool) -> str:
