@@ -28,6 +28,7 @@ from batchgen.models.config import ModelConfig
 from batchgen.spec import EngineSpec, ModelSpec
 from batchgen.tokenizer import Tokenizer
 from batchgen.types import Demand, TokenIds
+from batchgen.weights.random import RandomCheckpoint
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +52,23 @@ class Model:
 
     device = "cpu"
 
-    def __init__(self, model: ModelSpec, engine: EngineSpec, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        model: ModelSpec,
+        engine: EngineSpec,
+        *,
+        random_weights: dict[str, Any] | None = None,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        """`random_weights` holds config.json's keys: a model of that shape without any file, named `model.path`."""
         self._engine_spec = engine
         self._skip_special_tokens = skip_special_tokens
-        self._checkpoint = weights.open_checkpoint(weights.resolve(model.path, model.revision))
+        self._checkpoint: weights.Checkpoint
+        if random_weights is None:
+            self._checkpoint = weights.open_checkpoint(weights.resolve(model.path, model.revision))
+        else:
+            shapes = registry.tensor_shapes(registry.read_config(random_weights))
+            self._checkpoint = RandomCheckpoint(model.path, random_weights, shapes)
         self.config = registry.read_config(self._checkpoint.config)
         self.path = str(self._checkpoint.path)
         self.tokenizer_path = model.tokenizer or self.path
@@ -62,7 +76,10 @@ class Model:
         self._quantization = model.quantization
         self.dtype = resolve_dtype(model.dtype, self.config.dtype)
         self.max_model_len = self._max_model_len(model.max_model_len)
-        self.tokenizer = Tokenizer.load(self.tokenizer_path, chat_template=model.chat_template)
+        if random_weights is None:
+            self.tokenizer = Tokenizer.load(self.tokenizer_path, chat_template=model.chat_template)
+        else:
+            self.tokenizer = Tokenizer.of_numbers(self.config.vocab_size)
 
     def _max_model_len(self, asked: int | None) -> int:
         most = self.config.max_position_embeddings
