@@ -80,14 +80,14 @@ class TimedRunner:
 
 
 def measure_roofline(
-    dtype: torch.dtype, quantization: str | None, device: str = "cpu", seconds: float = 0.5
+    dtype: torch.dtype, quantization: str | None, device: torch.device, seconds: float = 0.5
 ) -> tuple[float, float]:
     """The rates of this machine: a linear layer of the model's kind at 512 rows, FLOP/s; reading memory, bytes/s.
 
     On a GPU a large product, and a copy, which counts the bytes read and those written.
     """
-    if device != "cpu":
-        return _matmul_rate(dtype, device, seconds), _copy_rate(device, seconds)
+    if device.type != "cpu":
+        return measure_matmul(dtype, device, seconds), measure_copy(device, seconds)
     ops = native.load() or reference_ops
     linear = linear_kind(dtype, quantization, ops)(2048, (2048,), bias=False)
     linear.load_weight(0, torch.randn(2048, 2048).to(dtype))
@@ -97,27 +97,29 @@ def measure_roofline(
     return matmul, big.nbytes / best_time(big.sum, seconds)
 
 
-def _matmul_rate(dtype: torch.dtype, device: str, seconds: float, size: int = 8192) -> float:
+def measure_matmul(dtype: torch.dtype, device: torch.device, seconds: float, size: int = 8192) -> float:
+    """FLOP/s of a product of random square matrices."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
     return 2 * size**3 / best_time(lambda: torch.matmul(a, b, out=out), seconds, device)
 
 
-def _copy_rate(device: str, seconds: float, num_bytes: int = 4 << 30) -> float:
+def measure_copy(device: torch.device, seconds: float, num_bytes: int = 4 << 30) -> float:
+    """Bytes read and written a second."""
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * num_bytes / best_time(lambda: target.copy_(source), seconds, device)
 
 
-def best_time(call: Callable[[], Any], seconds: float, device: str = "cpu") -> float:
+def best_time(call: Callable[[], Any], seconds: float, device: torch.device | None = None) -> float:
     """The shortest of the runs that fit into `seconds`, of at least one after one to warm up; on a GPU until the device
     is done."""
 
     def run() -> float:
         began = time.perf_counter()
         call()
-        if device != "cpu":
-            torch.cuda.synchronize()
+        if device is not None and device.type == "cuda":
+            torch.cuda.synchronize(device)
         return time.perf_counter() - began
 
     run()
@@ -178,9 +180,18 @@ def engine(
     loaded = Model(model, spec, random_weights=random_weights)
     if (largest := max(int(item.prompt.max(initial=0)) for item in items)) >= loaded.config.vocab_size:
         raise ConfigError(f"workload: token id {largest}, but the model has only {loaded.config.vocab_size}")
+    on_gpu = loaded.device != "cpu"
+    what, rates, measuring = (DTYPES[loaded.dtype], model.quantization, torch.device(loaded.device)), None, 0.0
+    if on_gpu:  # before the KV pool takes the memory that this needs
+        measured = time.perf_counter()
+        rates = measure_roofline(*what)
+        torch.cuda.empty_cache()
+        measuring = time.perf_counter() - measured
     engine = loaded.engine(lambda: demand)
-    load_seconds, startup_seconds = time.perf_counter() - began, processes.age()
-    warm = [Item(np.full(48, 100 + i, np.int32), 4) for i in range(2)]
+    load_seconds, startup_seconds = time.perf_counter() - began - measuring, processes.age() - measuring
+    # On a GPU every number of rows is met before time counts: kernels are compiled and graphs captured there
+    rows = min(len(items), engine.settings.max_num_seqs) if on_gpu else 2
+    warm = [Item(np.full(48, 100 + i % 64, np.int32), 4 + i // 8) for i in range(rows)]
     for _ in engine.generate(_requests(warm)):
         pass
     before = engine.stats()
@@ -205,7 +216,7 @@ def engine(
     output_tokens = sum(item.output_tokens for item in items)
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     kv_dtype = loaded.dtype if spec.kv_dtype == "auto" else spec.kv_dtype
-    matmul_rate, memory_rate = measure_roofline(DTYPES[loaded.dtype], model.quantization, loaded.device)
+    matmul_rate, memory_rate = rates or measure_roofline(*what)
     floor = floor_seconds(
         loaded.config,
         timed,
