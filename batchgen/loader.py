@@ -31,12 +31,14 @@ from batchgen.models.layers import Ops
 from batchgen.spec import EngineSpec, ModelSpec
 from batchgen.tokenizer import Tokenizer
 from batchgen.types import Demand, TokenIds
+from batchgen.weights.random import RandomCheckpoint
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_DTYPES = {**DTYPES, "fp8": torch.float8_e4m3fn}
 CPU_STEP = 128, 512  # sequences, tokens; larger steps leave the caches: 6 % slower in int8, the same in bfloat16
+BLOCK_SIZES = {"triton": 32, "cpu": 32, "reference": 16}  # of each attention backend, where the job gives none
 GPU_STEP = 1024, 8192
 GPU_READERS = 8  # files of a checkpoint that are read at once
 GPU_LEFT_FREE = 0.02  # of a GPU's memory: for what kernels and libraries take beside torch
@@ -61,12 +63,25 @@ class Model:
     Raises ModelError where it is unsupported or incomplete, ConfigError where the job asks too much of it.
     """
 
-    def __init__(self, model: ModelSpec, engine: EngineSpec, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        model: ModelSpec,
+        engine: EngineSpec,
+        *,
+        random_weights: dict[str, Any] | None = None,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        """`random_weights` holds config.json's keys: a model of that shape without any file, named `model.path`."""
         self._engine_spec = engine
         self._device = open_device(engine.device)
         self.device = str(self._device.torch_device)
         self._skip_special_tokens = skip_special_tokens
-        self._checkpoint = weights.open_checkpoint(weights.resolve(model.path, model.revision))
+        self._checkpoint: weights.Checkpoint
+        if random_weights is None:
+            self._checkpoint = weights.open_checkpoint(weights.resolve(model.path, model.revision))
+        else:
+            shapes = registry.tensor_shapes(registry.read_config(random_weights))
+            self._checkpoint = RandomCheckpoint(model.path, random_weights, shapes)
         self.config = registry.read_config(self._checkpoint.config)
         self.path = str(self._checkpoint.path)
         self.tokenizer_path = model.tokenizer or self.path
@@ -74,7 +89,10 @@ class Model:
         self._quantization = model.quantization
         self.dtype = resolve_dtype(model.dtype, self.config.dtype, on_gpu=isinstance(self._device, Cuda))
         self.max_model_len = self._max_model_len(model.max_model_len)
-        self.tokenizer = Tokenizer.load(self.tokenizer_path, chat_template=model.chat_template)
+        if random_weights is None:
+            self.tokenizer = Tokenizer.load(self.tokenizer_path, chat_template=model.chat_template)
+        else:
+            self.tokenizer = Tokenizer.of_numbers(self.config.vocab_size)
 
     def _max_model_len(self, asked: int | None) -> int:
         most = self.config.max_position_embeddings
@@ -329,23 +347,26 @@ def open_device(asked: str) -> Cpu | Cuda:
 
 def make_backend(spec: EngineSpec, device: Cpu | Cuda, ops: Ops) -> AttentionBackend:
     """The attention backend asked for; `auto` is Triton on a GPU, on a CPU the native one where it was built."""
-    size = () if spec.block_size == "auto" else (spec.block_size,)
+    kind = spec.attention
     if isinstance(device, Cuda):
-        if spec.attention == "cpu":
+        if kind == "cpu":
             raise ConfigError("engine.attention: cpu, but the model runs on a GPU; expected auto, triton or reference")
-        if spec.attention == "reference":
-            device.captures = False  # it waits for the device
-            return ReferenceBackend(*size, device=device.torch_device)
-        from batchgen.attention.triton import TritonAttention
-
-        return TritonAttention(device, *size)
-    if spec.attention == "triton":
+        kind = "triton" if kind == "auto" else kind
+    elif kind == "triton":
         raise ConfigError("engine.attention: triton needs a GPU; expected auto, cpu or reference")
-    if spec.attention == "reference" or (spec.attention == "auto" and not isinstance(ops, native.Ops)):
-        return ReferenceBackend(*size)
-    if not isinstance(ops, native.Ops):
-        raise ModelError("engine.attention: cpu needs the native CPU kernels, which were not built at install")
-    return CpuAttention(ops, *size)
+    elif kind == "auto":
+        kind = "cpu" if isinstance(ops, native.Ops) else "reference"
+    block_size = BLOCK_SIZES[kind] if spec.block_size == "auto" else spec.block_size
+    if kind == "reference":
+        device.captures = False  # it waits for the device, which no graph can
+        return ReferenceBackend(block_size, device.torch_device)
+    if kind == "cpu":
+        if not isinstance(ops, native.Ops):
+            raise ModelError("engine.attention: cpu needs the native CPU kernels, which were not built at install")
+        return CpuAttention(ops, block_size)
+    from batchgen.attention.triton import TritonAttention
+
+    return TritonAttention(device, block_size)
 
 
 def resolve_dtype(asked: str, stored: str, *, on_gpu: bool) -> str:
