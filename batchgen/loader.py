@@ -23,7 +23,7 @@ from batchgen.device import Cpu, Cuda
 from batchgen.engine.engine import Engine
 from batchgen.engine.runner import Runner
 from batchgen.engine.sampler import SamplingOps
-from batchgen.engine.step import EngineSettings
+from batchgen.engine.step import EngineSettings, OutOfMemoryStep
 from batchgen.errors import ConfigError, ModelError
 from batchgen.models import registry
 from batchgen.models.config import ModelConfig
@@ -197,7 +197,7 @@ class Model:
             )
 
         if isinstance(self._device, Cuda):
-            step = self._device.peak_of(lambda: largest_step(settings(SMALLEST_POOL)))
+            step = self._peak_of_step(self._device, lambda: largest_step(settings(SMALLEST_POOL)))
             graphs = step * max_num_seqs // max_batch_tokens + GRAPHS_BYTES
             beside = step + graphs + int(self._device.total_bytes * GPU_LEFT_FREE)
         else:
@@ -234,6 +234,15 @@ class Model:
                 f"{what}; give it more, or {lower}"
             )
         return settings(num_blocks)
+
+    def _peak_of_step(self, device: Cuda, step: Callable[[], None]) -> int:
+        try:
+            return device.peak_of(step)
+        except OutOfMemoryStep as error:
+            raise ConfigError(
+                f"engine.max_batch_tokens, engine.max_num_seqs: the largest step does not fit into the memory of the "
+                f"{device.name} beside the weights; lower them ({error})"
+            ) from None
 
     def _step_sizes(self) -> tuple[int, int]:
         """max_num_seqs and max_batch_tokens."""
