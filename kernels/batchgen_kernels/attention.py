@@ -241,20 +241,19 @@ def _attend(
     heads = token * NUM_HEADS + head
     columns = tl.arange(0, VALUE_COLUMNS)
     stored = live[:, None] & (columns < VALUE_DIM)[None, :]
-    base = tl.load(entries + 2)  # all entries of an item have other parts, or none has
-    if base < 0:
+    if tl.load(entries + 3) == 0:  # all entries of an item have other parts, or none has
         if sinks is not None:
             sink = tl.load(sinks + head, mask=live, other=0.0) * _LOG2_E
             higher = tl.maximum(top, sink)
             kept = tl.exp2(top - higher)
+            acc = acc * kept[:, None]
             total = total * kept + tl.exp2(sink - higher)
-            acc *= kept[:, None]
-        acc *= (value_scale / tl.where(total == 0.0, 1.0, total))[:, None]
+        acc = acc * (value_scale / tl.where(total == 0.0, 1.0, total))[:, None]
         tl.store(out + heads[:, None] * VALUE_DIM + columns[None, :], acc.to(out.dtype.element_ty), mask=stored)
     else:
         base = tl.load(entries + place * _ENTRY_WORDS + 2, mask=live, other=0)
         slots = (base + part).to(tl.int64) * NUM_HEADS + head
-        acc *= (value_scale / tl.where(total == 0.0, 1.0, total))[:, None]
+        acc = acc * (value_scale / tl.where(total == 0.0, 1.0, total))[:, None]
         tl.store(parts + slots[:, None] * VALUE_DIM + columns[None, :], acc, mask=stored)
         tl.store(part_lses + slots, top + tl.log2(total), mask=live)
 

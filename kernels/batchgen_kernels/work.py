@@ -20,7 +20,7 @@ import torch
 from batchgen_kernels.prefixes import find_prefixes
 
 ITEM_WORDS = 6  # row of the block table, first entry, entries, first key, end, number of the part
-ENTRY_WORDS = 4  # token, keys that it sees, place of its first part (-1 for none), parts
+ENTRY_WORDS = 4  # token, keys that it sees, place of its first part, parts (0 where it has none)
 ANCHOR = 128  # keys are cut at multiples of it; a whole number of tiles and of blocks
 MIN_SPLIT = 256  # keys of a part, from which on reading them takes long beside what a part costs
 MIN_TILES_SAVED = 8  # of ANCHOR keys, from which on sharing pays
@@ -113,7 +113,7 @@ def plan(
             begins[: len(sharing)] = done[:, 0] * ANCHOR
     entries, places = _entries(query_starts, lengths, past, order, num_tokens)
     own = _own_tiles(entries, places, lengths, slots[order], begins, window, per_small, per_large)
-    prefix = _prefix_tiles(places, slots[order], prefixes, per_large)
+    prefix, bounds = _prefix_tiles(places, slots[order], prefixes, per_large)
     pads = np.arange(places[-1], num_tokens, per_small)
     none = np.zeros_like(pads)
     padding = _Tiles(none, pads, np.minimum(num_tokens - pads, per_small), none, none)
@@ -121,6 +121,7 @@ def plan(
 
     size = split_tokens or _split_size(tiles, target_items)
     longest = int(tiles.ends.max(initial=0))
+    num_own = len(own.rows)
     while True:
         split = tiles.begins // size
         parts = -(-tiles.ends // size) - split  # of each tile
@@ -128,8 +129,7 @@ def plan(
         parts[tiles.ends - tiles.begins <= (0 if split_tokens else size)] = 1
         before = np.zeros(len(tiles.rows), np.int64)  # parts that a tile's rows have from others
         if len(prefixes):
-            before = _parts_before(parts, prefixes, places, own, prefix, len(tiles.rows))
-        num_own = len(own.rows)
+            before = _parts_before(parts, prefixes, num_own + bounds)
         totals = parts[:num_own] + before[:num_own]
         num_parts = int((totals * own.counts)[totals > 1].sum())
         num_items = int(parts.sum())
@@ -181,7 +181,6 @@ def _entries(
     within = np.arange(num_live)
     within -= np.repeat(places[:-1], lengths)
     entries = np.zeros((num_tokens, ENTRY_WORDS), np.int32)
-    entries[:, 2] = -1
     entries[:num_live, 0] = np.repeat(query_starts[order], lengths) + within
     entries[num_live:, 0] = np.arange(num_live, num_tokens)
     entries[:num_live, 1] = np.repeat(past + 1, lengths) + within
@@ -209,33 +208,30 @@ def _own_tiles(
     return _Tiles(slots[sequence], firsts, counts, tile_begins, entries[firsts + counts - 1, 1].astype(np.int64))
 
 
-def _prefix_tiles(places: LongArray, slots: IntArray, prefixes: LongArray, per_large: int) -> _Tiles:
+def _prefix_tiles(
+    places: LongArray, slots: IntArray, prefixes: LongArray, per_large: int
+) -> tuple[_Tiles, LongArray]:
+    """And the first tile of each prefix, and the end."""
     left, right, begins, ends, _ = prefixes.T
-    firsts, num_entries = places[left], places[right] - places[left]
+    num_entries = places[right] - places[left]
     num_tiles = -(-num_entries // per_large)
+    bounds = np.zeros(len(prefixes) + 1, np.int64)
+    np.cumsum(num_tiles, out=bounds[1:])
     span = np.repeat(np.arange(len(prefixes)), num_tiles)
-    offsets = (np.arange(len(span)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * per_large
+    offsets = (np.arange(len(span)) - bounds[span]) * per_large
     counts = np.minimum(num_entries[span] - offsets, per_large)
-    return _Tiles(
-        slots[left[span]].astype(np.int64), firsts[span] + offsets, counts, begins[span] * ANCHOR, ends[span] * ANCHOR
-    )
+    tiles = _Tiles(slots[left[span]], places[left[span]] + offsets, counts, begins[span] * ANCHOR, ends[span] * ANCHOR)
+    return tiles, bounds
 
 
-def _parts_before(
-    parts: LongArray, prefixes: LongArray, places: LongArray, own: _Tiles, prefix: _Tiles, num_tiles: int
-) -> LongArray:
-    """For each tile, the parts that its rows have from the prefixes around it."""
-    before = np.zeros(num_tiles, np.int64)
+def _parts_before(parts: LongArray, prefixes: LongArray, bounds: LongArray) -> LongArray:
+    """For each tile, the parts that its rows have from prefixes around it. `bounds` are each prefix's first tile, and
+    the end."""
+    before = np.zeros(len(parts), np.int64)
     of_rows = np.zeros(int(prefixes[:, 1].max()), np.int64)  # those of sequences so far: an outer prefix comes first
-    tile = len(own.rows)
-    for left, right in prefixes[:, :2].tolist():
-        until = tile
-        end = places[right]
-        while until < len(own.rows) + len(prefix.rows) and places[left] <= prefix.firsts[until - len(own.rows)] < end:
-            until += 1
-        before[tile:until] = of_rows[left]
-        of_rows[left:right] += parts[tile]
-        tile = until
+    for (left, right), first, end in zip(prefixes[:, :2].tolist(), bounds[:-1], bounds[1:], strict=True):
+        before[first:end] = of_rows[left]
+        of_rows[left:right] += parts[first]
     before[: len(of_rows)] = of_rows  # sequences that share have one tile each, the first ones
     return before
 
