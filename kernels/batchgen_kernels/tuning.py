@@ -23,6 +23,50 @@ class Config(NamedTuple):
 # the newest listed one of its maker below it, the interpreter and unknown makers take ("", ...). Values of one
 # architecture that depend on a size (of a head, of a row) are their own entries: "paged_attention/128".
 TABLE: dict[str, dict[tuple[str, tuple[int, int]], Config]] = {
+    # attention.py: steps with chunks of prompts, and decodes alone, by the larger of a key's and a value's size
+    "paged_attention/64": {
+        ("", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=2),
+        ("sm_80", (3, 0)): Config({"small": 16, "large": 128, "keys": 64}, num_warps=4, num_stages=3),
+        ("sm_90", (3, 0)): Config({"small": 16, "large": 128, "keys": 128}, num_warps=8, num_stages=2),
+        ("sm_100", (3, 0)): Config({"small": 16, "large": 128, "keys": 128}, num_warps=8, num_stages=2),
+        ("gfx942", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=1),
+    },
+    "paged_attention/128": {
+        ("", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=2),
+        ("sm_80", (3, 0)): Config({"small": 16, "large": 128, "keys": 32}, num_warps=8, num_stages=5),
+        ("sm_90", (3, 0)): Config({"small": 16, "large": 128, "keys": 64}, num_warps=8, num_stages=3),
+        ("sm_100", (3, 0)): Config({"small": 16, "large": 128, "keys": 64}, num_warps=8, num_stages=3),
+        ("gfx942", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=1),
+    },
+    "paged_attention/256": {
+        ("", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=2),
+        ("sm_80", (3, 0)): Config({"small": 16, "large": 64, "keys": 32}, num_warps=8, num_stages=2),
+        ("sm_90", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=8, num_stages=2),
+        ("sm_100", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=8, num_stages=2),
+        ("gfx942", (3, 0)): Config({"small": 16, "large": 64, "keys": 32}, num_warps=4, num_stages=1),
+    },
+    "paged_decode/64": {
+        ("", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=2),
+        ("sm_80", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=5),
+        ("gfx942", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=1),
+    },
+    "paged_decode/128": {
+        ("", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=2),
+        ("sm_80", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=5),
+        ("gfx942", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=1),
+    },
+    "paged_decode/256": {
+        ("", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=2),
+        ("sm_80", (3, 0)): Config({"small": 16, "large": 64, "keys": 32}, num_warps=8, num_stages=2),
+        ("sm_90", (3, 0)): Config({"small": 16, "large": 64, "keys": 32}, num_warps=8, num_stages=3),
+        ("gfx942", (3, 0)): Config({"small": 16, "large": 64, "keys": 32}, num_warps=4, num_stages=1),
+    },
+    # cache.py
+    "rope_and_write": {
+        ("", (3, 0)): Config({"tokens": 32, "heads": 8}),
+        ("sm_80", (3, 0)): Config({"tokens": 1, "heads": 8}, num_warps=2),
+        ("gfx942", (3, 0)): Config({"tokens": 1, "heads": 8}, num_warps=1),
+    },
     # Rows of up to so many elements. A program takes several short ones: about 32 elements a thread are on their way.
     "rms_norm/256": {
         ("", (3, 6)): Config({"ROWS": 4}),
