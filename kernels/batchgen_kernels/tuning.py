@@ -60,7 +60,7 @@ TABLE: dict[str, dict[tuple[str, tuple[int, int]], Config]] = {
         ("gfx942", (3, 6)): Config({"COLUMNS": 1024}),
     },
     "keyed_gumbel": {
-        ("", (3, 6)): Config({"BLOCK": 2048}),
+        ("", (3, 6)): Config({"BLOCK": 8192}),
         ("sm_80", (3, 6)): Config({"BLOCK": 1024}),
         ("sm_90", (3, 6)): Config({"BLOCK": 1024}),
         ("sm_100", (3, 6)): Config({"BLOCK": 1024}),
@@ -68,28 +68,28 @@ TABLE: dict[str, dict[tuple[str, tuple[int, int]], Config]] = {
     },
     # SPLIT tokens of a row are a program's, BLOCK of them at a time; a search keeps KEPT tokens at hand.
     "sample/scan": {
-        ("", (3, 6)): Config({"SPLIT": 4096, "BLOCK": 2048}),
+        ("", (3, 6)): Config({"SPLIT": 32768, "BLOCK": 8192}),
         ("sm_80", (3, 6)): Config({"SPLIT": 8192, "BLOCK": 2048}),
         ("sm_90", (3, 6)): Config({"SPLIT": 8192, "BLOCK": 2048}),
         ("sm_100", (3, 6)): Config({"SPLIT": 8192, "BLOCK": 2048}),
         ("gfx942", (3, 6)): Config({"SPLIT": 8192, "BLOCK": 2048}),
     },
     "sample/limit": {
-        ("", (3, 6)): Config({"BLOCK": 2048, "KEPT": 64}),
+        ("", (3, 6)): Config({"BLOCK": 8192, "KEPT": 1024}),
         ("sm_80", (3, 6)): Config({"BLOCK": 4096, "KEPT": 2048}, num_warps=16),
         ("sm_90", (3, 6)): Config({"BLOCK": 4096, "KEPT": 2048}, num_warps=16),
         ("sm_100", (3, 6)): Config({"BLOCK": 4096, "KEPT": 2048}, num_warps=16),
         ("gfx942", (3, 6)): Config({"BLOCK": 4096, "KEPT": 2048}, num_warps=16),
     },
     "sample/draw": {
-        ("", (3, 6)): Config({"SPLIT": 4096, "BLOCK": 2048}),
+        ("", (3, 6)): Config({"SPLIT": 32768, "BLOCK": 8192}),
         ("sm_80", (3, 6)): Config({"SPLIT": 8192, "BLOCK": 1024}),
         ("sm_90", (3, 6)): Config({"SPLIT": 8192, "BLOCK": 1024}),
         ("sm_100", (3, 6)): Config({"SPLIT": 8192, "BLOCK": 1024}),
         ("gfx942", (3, 6)): Config({"SPLIT": 8192, "BLOCK": 1024}),
     },
     "sample/likeliest": {
-        ("", (3, 6)): Config({"PART": 2048}),
+        ("", (3, 6)): Config({"PART": 8192}),
         ("sm_80", (3, 6)): Config({"PART": 4096}, num_warps=8),
         ("sm_90", (3, 6)): Config({"PART": 4096}, num_warps=8),
         ("sm_100", (3, 6)): Config({"PART": 4096}, num_warps=8),
