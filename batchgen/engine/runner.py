@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from batchgen_kernels.draws import SamplingRows
 
 from batchgen.attention.base import AttentionBackend, AttentionMetadata
 from batchgen.engine.sampler import Sampler, SamplingOps
@@ -50,7 +51,8 @@ class Runner:
         self._block_size = settings.block_size
         self._pool_tokens = settings.num_blocks * settings.block_size
         assert backend.block_size == settings.block_size
-        self._sampler = Sampler(settings.max_num_seqs, min(vocab_limit, decoder.config.vocab_size), ops)
+        self._ops = ops
+        self._sampler = Sampler(settings.max_num_seqs, min(vocab_limit, decoder.config.vocab_size))
         max_blocks = -(-settings.max_model_len // settings.block_size)
         # Per slot, (max_num_seqs, ...)
         self._block_table = np.zeros((settings.max_num_seqs, max_blocks), np.int32)
@@ -119,15 +121,17 @@ class Runner:
         return input_ids
 
     @torch.inference_mode()
-    def sample(self, handle: Handle, masks: torch.Tensor | None = None) -> None:
-        """Draw the step's tokens; `masks` (num_samples, ids that can be drawn) is true where a token is allowed."""
+    def sample(self, handle: Handle, allowed: torch.Tensor | None = None) -> None:
+        """Draw the step's tokens; `allowed` (num_samples, ceil(ids that can be drawn / 32)) int32 is a mask of bits."""
         if handle.logits is None:
             return
         plan = handle.plan
         slots = plan.slots[plan.samples]
         positions = (plan.starts + plan.lengths)[plan.samples] - self._num_prompt[slots]
         with _out_of_memory():
-            handle.tokens, handle.finite = self._sampler.sample(handle.logits, slots, positions, masks)
+            rows = SamplingRows.unpack(torch.from_numpy(self._sampler.gather(slots, positions)))
+            drawn = self._ops.sample(handle.logits, rows, self._sampler.vocab_size, allowed=allowed)
+            handle.tokens, handle.finite = drawn.tokens, drawn.finite
         handle.logits = None
         self._last_token[torch.from_numpy(slots)] = handle.tokens
 

@@ -23,7 +23,7 @@ def sort_tokens(
     num_experts: int,
     tile: int,
 ) -> SortedTokens:
-    """Assignments ordered by expert, in the order they came, each expert's padded to whole tiles, then those to none."""
+    """Assignments by expert, then those to none, in the order they came, each expert's padded to whole tiles."""
     num_tokens, top_k = expert_ids.shape
     num_assignments = num_tokens * top_k
     blocks, num_warps, num_stages = tuning.choose("sort_tokens")
@@ -135,7 +135,7 @@ def grouped_linear(
     With `weights`, an assignment's result is multiplied by its weight, and a token's are added up, always in the same
     order -> (num_tokens, out_features).
     """
-    num_experts, out_features, in_features = weight.shape
+    _, out_features, in_features = weight.shape
     order, tile_experts, num_tokens, top_k = tokens
     num_assignments = num_tokens * top_k
     if x.shape not in {(num_tokens, in_features), (num_assignments, in_features)}:

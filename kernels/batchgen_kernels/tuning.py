@@ -23,7 +23,93 @@ class Config(NamedTuple):
 # the newest listed one of its maker below it, the interpreter and unknown makers take ("", ...). Values of one
 # architecture that depend on a size (of a head, of a row) are their own entries: "paged_attention/128".
 TABLE: dict[str, dict[tuple[str, tuple[int, int]], Config]] = {
-    # moe.py
+    # Rows of up to so many elements. A program takes several short ones: about 32 elements a thread are on their way.
+    "rms_norm/256": {
+        ("", (3, 6)): Config({"ROWS": 4}),
+        ("sm_80", (3, 6)): Config({"ROWS": 16}),
+        ("sm_90", (3, 6)): Config({"ROWS": 16}),
+        ("sm_100", (3, 6)): Config({"ROWS": 16}),
+        ("gfx942", (3, 6)): Config({"ROWS": 16}),
+    },
+    "rms_norm/1024": {
+        ("", (3, 6)): Config({"ROWS": 2}),
+        ("sm_80", (3, 6)): Config({"ROWS": 2}),
+        ("sm_90", (3, 6)): Config({"ROWS": 2}),
+        ("sm_100", (3, 6)): Config({"ROWS": 2}),
+        ("gfx942", (3, 6)): Config({"ROWS": 2}),
+    },
+    "rms_norm/4096": {
+        ("", (3, 6)): Config({"ROWS": 1}),
+        ("sm_80", (3, 6)): Config({"ROWS": 1}, num_warps=8),
+        ("sm_90", (3, 6)): Config({"ROWS": 1}, num_warps=8),
+        ("sm_100", (3, 6)): Config({"ROWS": 1}, num_warps=8),
+        ("gfx942", (3, 6)): Config({"ROWS": 1}, num_warps=8),
+    },
+    "rms_norm/16384": {
+        ("", (3, 6)): Config({"ROWS": 1}),
+        ("sm_80", (3, 6)): Config({"ROWS": 1}, num_warps=16),
+        ("sm_90", (3, 6)): Config({"ROWS": 1}, num_warps=16),
+        ("sm_100", (3, 6)): Config({"ROWS": 1}, num_warps=16),
+        ("gfx942", (3, 6)): Config({"ROWS": 1}, num_warps=16),
+    },
+    "gate": {
+        ("", (3, 6)): Config({"COLUMNS": 1024}),
+        ("sm_80", (3, 6)): Config({"COLUMNS": 1024}),
+        ("sm_90", (3, 6)): Config({"COLUMNS": 1024}),
+        ("sm_100", (3, 6)): Config({"COLUMNS": 1024}),
+        ("gfx942", (3, 6)): Config({"COLUMNS": 1024}),
+    },
+    "keyed_gumbel": {
+        ("", (3, 6)): Config({"BLOCK": 512}),
+        ("sm_80", (3, 6)): Config({"BLOCK": 1024}),
+        ("sm_90", (3, 6)): Config({"BLOCK": 1024}),
+        ("sm_100", (3, 6)): Config({"BLOCK": 1024}),
+        ("gfx942", (3, 6)): Config({"BLOCK": 1024}),
+    },
+    # SPLIT tokens of a row are a program's, BLOCK of them at a time; a search keeps KEPT tokens at hand.
+    "sample/scan": {
+        ("", (3, 6)): Config({"SPLIT": 1024, "BLOCK": 512}),
+        ("sm_80", (3, 6)): Config({"SPLIT": 8192, "BLOCK": 4096}),
+        ("sm_90", (3, 6)): Config({"SPLIT": 8192, "BLOCK": 4096}),
+        ("sm_100", (3, 6)): Config({"SPLIT": 8192, "BLOCK": 4096}),
+        ("gfx942", (3, 6)): Config({"SPLIT": 8192, "BLOCK": 4096}),
+    },
+    "sample/limit": {
+        ("", (3, 6)): Config({"BLOCK": 512, "KEPT": 64}),
+        ("sm_80", (3, 6)): Config({"BLOCK": 4096, "KEPT": 2048}, num_warps=16),
+        ("sm_90", (3, 6)): Config({"BLOCK": 4096, "KEPT": 2048}, num_warps=16),
+        ("sm_100", (3, 6)): Config({"BLOCK": 4096, "KEPT": 2048}, num_warps=16),
+        ("gfx942", (3, 6)): Config({"BLOCK": 4096, "KEPT": 2048}, num_warps=16),
+    },
+    "sample/draw": {
+        ("", (3, 6)): Config({"SPLIT": 1024, "BLOCK": 512}),
+        ("sm_80", (3, 6)): Config({"SPLIT": 8192, "BLOCK": 1024}),
+        ("sm_90", (3, 6)): Config({"SPLIT": 8192, "BLOCK": 1024}),
+        ("sm_100", (3, 6)): Config({"SPLIT": 8192, "BLOCK": 1024}),
+        ("gfx942", (3, 6)): Config({"SPLIT": 8192, "BLOCK": 1024}),
+    },
+    "sample/likeliest": {
+        ("", (3, 6)): Config({"PART": 512}),
+        ("sm_80", (3, 6)): Config({"PART": 4096}, num_warps=8),
+        ("sm_90", (3, 6)): Config({"PART": 4096}, num_warps=8),
+        ("sm_100", (3, 6)): Config({"PART": 4096}, num_warps=8),
+        ("gfx942", (3, 6)): Config({"PART": 4096}, num_warps=8),
+    },
+    "sample/penalise": {
+        ("", (3, 6)): Config({"BLOCK": 64}),
+        ("sm_80", (3, 6)): Config({"BLOCK": 512}),
+        ("sm_90", (3, 6)): Config({"BLOCK": 512}),
+        ("sm_100", (3, 6)): Config({"BLOCK": 512}),
+        ("gfx942", (3, 6)): Config({"BLOCK": 512}),
+    },
+    "sample/bias": {
+        ("", (3, 6)): Config({"BLOCK": 64}),
+        ("sm_80", (3, 6)): Config({"BLOCK": 512}),
+        ("sm_90", (3, 6)): Config({"BLOCK": 512}),
+        ("sm_100", (3, 6)): Config({"BLOCK": 512}),
+        ("gfx942", (3, 6)): Config({"BLOCK": 512}),
+    },
+    # Experts.
     "sort_tokens": {
         ("", (3, 0)): Config({"ASSIGNMENTS": 64}, num_warps=4, num_stages=1),
     },
