@@ -7,6 +7,7 @@ the ops that wrote it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -28,17 +29,28 @@ def pool_shape(num_blocks: int, num_kv_heads: int, head_dim: int, block_size: in
     return num_blocks, num_kv_heads, block_size * (head_dim + (head_dim + 15) // 16 * 16)
 
 
-def _keys_and_values(pool: torch.Tensor, block_size: int, head_dim: int) -> torch.Tensor:
-    """A view (num_blocks, num_kv_heads, 2, block_size, head_dim) of the pool."""
-    num_blocks, num_kv_heads, _ = pool.shape
-    used = pool[:, :, : 2 * block_size * head_dim]
-    return used.view(num_blocks, num_kv_heads, 2, block_size, head_dim)
+def _keys_and_values(
+    pool: torch.Tensor, block_size: int, key_dim: int, value_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views (num_blocks, num_kv_heads, block_size, key_dim) and (..., value_dim) of the pool."""
+    keys, values = pool[:, :, : block_size * (key_dim + value_dim)].split(
+        (block_size * key_dim, block_size * value_dim), dim=2
+    )
+    return keys.unflatten(2, (block_size, key_dim)), values.unflatten(2, (block_size, value_dim))
+
+
+def _stored(states: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """States in the pool's dtype; what 8 bits cannot hold becomes the largest that they can."""
+    if dtype.itemsize > 1:
+        return states.to(dtype)
+    largest = torch.finfo(dtype).max
+    return (states.float() / scale).clamp(-largest, largest).to(dtype)
 
 
 def rope_and_write(
     query: torch.Tensor,  # (num_tokens, num_heads, head_dim), rotated in place
     key: torch.Tensor,  # (num_tokens, num_kv_heads, head_dim), rotated in place
-    value: torch.Tensor,  # (num_tokens, num_kv_heads, head_dim)
+    value: torch.Tensor,  # (num_tokens, num_kv_heads, value_dim)
     cos: torch.Tensor,  # (num_tokens, rotary_dim / 2) float32
     sin: torch.Tensor,  # (num_tokens, rotary_dim / 2) float32
     slot_mapping: torch.Tensor,  # (num_tokens,) int64; -1 writes nothing
@@ -46,8 +58,13 @@ def rope_and_write(
     *,
     block_size: int,
     interleaved: bool = False,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> None:
-    """Rotate query and key in place, in float32, and write key and value to their slots, in the pool's dtype."""
+    """Rotate query and key in place, in float32, and write key and value to their slots, in the pool's dtype.
+
+    A pool of 8 bits holds them divided by their scales.
+    """
     for states in (query, key):
         rotary = states[..., : 2 * cos.shape[1]]
         if interleaved:
@@ -62,9 +79,9 @@ def rope_and_write(
     written = slot_mapping >= 0
     slots = slot_mapping[written]
     blocks, offsets = slots // block_size, slots % block_size
-    pages = _keys_and_values(pool, block_size, key.shape[2])
-    pages[blocks, :, 0, offsets] = key[written].to(pool.dtype)
-    pages[blocks, :, 1, offsets] = value[written].to(pool.dtype)
+    keys, values = _keys_and_values(pool, block_size, key.shape[2], value.shape[2])
+    keys[blocks, :, offsets] = _stored(key[written], key_scale, pool.dtype)
+    values[blocks, :, offsets] = _stored(value[written], value_scale, pool.dtype)
 
 
 def attention_items(
@@ -94,28 +111,52 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    value_dim: int | None = None,
+    sinks: torch.Tensor | None = None,  # (num_heads,) float32
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Causal attention over the pool, softmax in float32 -> (num_tokens, num_heads, head_dim).
+    """Causal attention over the pool, softmax in float32 -> (num_tokens, num_heads, value_dim or head_dim).
 
     A query sees the `window` keys up to its own. Rows behind the items' last token come out zero. The pool may be of
-    another dtype than the query, which is also the output's.
+    another dtype than the query, which is also the output's. Each logit of `sinks` takes its share of a head's softmax
+    and gives nothing.
     """
     num_heads, head_dim = query.shape[1:]
     group = num_heads // pool.shape[1]
-    out = torch.zeros(query.shape, dtype=query.dtype)
-    pages = _keys_and_values(pool, block_size, head_dim)
+    value_dim = head_dim if value_dim is None else value_dim
+    out = query.new_zeros(len(query), num_heads, value_dim)
+    all_keys, all_values = _keys_and_values(pool, block_size, head_dim, value_dim)
     for table, (start, end, context) in zip(block_table, items, strict=True):
         blocks = table[: (context + block_size - 1) // block_size].long()
-        used = pages[blocks].permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :context]
-        keys, values = used.float().repeat_interleave(group, dim=1)  # (num_heads, context, head_dim)
+        keys, values = (
+            (pages[blocks].transpose(0, 1).flatten(1, 2)[:, :context].float() * by).repeat_interleave(group, dim=0)
+            for pages, by in ((all_keys, key_scale), (all_values, value_scale))
+        )  # (num_heads, context, head_dim), (num_heads, context, value_dim)
         scores = query[start:end].float().transpose(0, 1) @ keys.mT * scale  # (num_heads, tokens, context)
         if soft_cap is not None:
             scores = torch.tanh(scores / soft_cap) * soft_cap
-        behind = torch.arange(context - (end - start), context)[:, None] - torch.arange(context)
+        positions = torch.arange(context, device=query.device)
+        behind = positions[context - (end - start) :, None] - positions
         hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[:, None, None].expand(-1, end - start, 1)), dim=-1)
+        weights = scores.softmax(dim=-1)[..., :context]
         out[start:end] = (weights @ values).transpose(0, 1).to(query.dtype)
     return out
+
+
+def merge_parts(
+    parts: torch.Tensor,  # (num_parts, num_heads, value_dim) float32, of one token
+    part_lses: torch.Tensor,  # (num_parts, num_heads) float32, to base 2
+    sinks: torch.Tensor | None = None,  # (num_heads,) float32
+) -> torch.Tensor:  # (num_heads, value_dim)
+    """The softmax over all keys from those over some of them, each with the logarithm of its denominator."""
+    scores = part_lses * math.log(2.0)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[None]))
+    return (scores.softmax(dim=0)[: len(parts), :, None] * parts).sum(dim=0)
 
 
 def rms_norm(

@@ -129,6 +129,48 @@ TABLE: dict[str, dict[tuple[str, tuple[int, int]], Config]] = {
     "grouped_linear/float32": {
         ("", (3, 0)): Config({"COLUMNS": 32, "INNER": 32, "BAND": 8}, num_warps=8, num_stages=2),
     },
+    # attention.py: steps with chunks of prompts, and decodes alone, by the larger of a key's and a value's size
+    "paged_attention/64": {
+        ("", (3, 0)): Config({"small": 16, "large": 32, "keys": 64}, num_warps=4, num_stages=2),
+        ("sm_80", (3, 0)): Config({"small": 16, "large": 128, "keys": 64}, num_warps=4, num_stages=3),
+        ("sm_90", (3, 0)): Config({"small": 16, "large": 128, "keys": 128}, num_warps=8, num_stages=2),
+        ("sm_100", (3, 0)): Config({"small": 16, "large": 128, "keys": 128}, num_warps=8, num_stages=2),
+        ("gfx942", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=1),
+    },
+    "paged_attention/128": {
+        ("", (3, 0)): Config({"small": 16, "large": 32, "keys": 64}, num_warps=4, num_stages=2),
+        ("sm_80", (3, 0)): Config({"small": 16, "large": 128, "keys": 32}, num_warps=8, num_stages=5),
+        ("sm_90", (3, 0)): Config({"small": 16, "large": 128, "keys": 64}, num_warps=8, num_stages=3),
+        ("sm_100", (3, 0)): Config({"small": 16, "large": 128, "keys": 64}, num_warps=8, num_stages=3),
+        ("gfx942", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=1),
+    },
+    "paged_attention/256": {
+        ("", (3, 0)): Config({"small": 16, "large": 32, "keys": 64}, num_warps=4, num_stages=2),
+        ("sm_80", (3, 0)): Config({"small": 16, "large": 64, "keys": 32}, num_warps=8, num_stages=2),
+        ("sm_90", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=8, num_stages=2),
+        ("sm_100", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=8, num_stages=2),
+        ("gfx942", (3, 0)): Config({"small": 16, "large": 64, "keys": 32}, num_warps=4, num_stages=1),
+    },
+    "paged_decode/64": {
+        ("", (3, 0)): Config({"small": 16, "large": 32, "keys": 64}, num_warps=4, num_stages=2),
+        ("sm_80", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=5),
+        ("gfx942", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=1),
+    },
+    "paged_decode/128": {
+        ("", (3, 0)): Config({"small": 16, "large": 32, "keys": 64}, num_warps=4, num_stages=2),
+        ("sm_80", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=5),
+        ("gfx942", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=1),
+    },
+    "paged_decode/256": {
+        ("", (3, 0)): Config({"small": 16, "large": 32, "keys": 64}, num_warps=4, num_stages=2),
+        ("sm_80", (3, 0)): Config({"small": 16, "large": 64, "keys": 32}, num_warps=8, num_stages=2),
+        ("sm_90", (3, 0)): Config({"small": 16, "large": 64, "keys": 32}, num_warps=8, num_stages=3),
+        ("gfx942", (3, 0)): Config({"small": 16, "large": 64, "keys": 32}, num_warps=4, num_stages=1),
+    },
+    # cache.py
+    "rope_and_write": {
+        ("", (3, 0)): Config({"heads": 8}, num_warps=2),
+    },
 }
 
 

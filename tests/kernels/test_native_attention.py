@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from batchgen_kernels import cpu, reference
-from batchgen_kernels.cpu.items import find_prefixes
+from batchgen_kernels.cpu.items import MIN_TILES_SAVED
+from batchgen_kernels.prefixes import find_prefixes
 
 OPS = cpu.load()
 pytestmark = pytest.mark.skipif(OPS is None, reason="the native ops were not built")
@@ -239,11 +240,12 @@ def test_what_a_row_reads_alone_is_not_shared(ops: cpu.Ops) -> None:
 def test_a_block_in_common_behind_others_is_no_prefix() -> None:
     """As where equal prefixes were computed twice, and one copy of a block was given up for the other."""
     alike = [[1, 2, 3, 4], [5, 2, 3, 4]]
-    sharing, _, prefixes = find_prefixes(np.array(alike, np.int32), np.array([2, 2]), 2)
+    given = {"min_saved": MIN_TILES_SAVED}
+    sharing, _, prefixes = find_prefixes(np.array(alike, np.int32), np.array([2, 2]), 2, slots=np.arange(2), **given)
     assert len(sharing) == len(prefixes) == 0
 
     table = np.array([*alike, [6, 2, 8, 9], [6, 2, 8, 9], [6, 2, 8, 7], [1, 3, 3, 4]], np.int32)
-    sharing, done, prefixes = find_prefixes(table, np.full(6, 2), 2)
+    sharing, done, prefixes = find_prefixes(table, np.full(6, 2), 2, slots=np.arange(6), **given)
     together = {int(row): (tiles, phase) for row, (tiles, phase) in zip(sharing, done.tolist(), strict=True)}
     assert {row for row, kept in together.items() if kept != (0, 0)} == {2, 3, 4}
     ((first, end, *rest),) = prefixes.tolist()

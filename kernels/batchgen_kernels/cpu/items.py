@@ -16,13 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from batchgen_kernels.prefixes import find_prefixes
+
 # As the kernels have them, which is checked when these are loaded
 KEY_TILE = 128
 QUERY_ROWS = 48  # of one item at most
 REGISTER_ROWS = 6
 ITEM_WORDS = 6
 
-MIN_SEQUENCES = 2  # that share a prefix
 MIN_TILES_SAVED = 2  # tiles of keys that sharing a prefix saves for each KV head, from which on it pays
 
 IntArray = npt.NDArray[np.int32]
@@ -63,7 +64,9 @@ def attention_items(
     # themselves: for them reading is not what takes the time.
     if block_table is not None and window is None:
         short = np.flatnonzero((lengths > 0) & (lengths * group < QUERY_ROWS) & (past >= KEY_TILE))
-        sharing, done, prefixes = find_prefixes(block_table[short], past[short] // KEY_TILE, KEY_TILE // block_size)
+        sharing, done, prefixes = find_prefixes(
+            block_table, past[short] // KEY_TILE, KEY_TILE // block_size, slots=short, min_saved=MIN_TILES_SAVED
+        )
         num_sharing = len(sharing)
         alone = np.ones(len(lengths), np.bool_)
         alone[short[sharing]] = False
@@ -109,52 +112,3 @@ def attention_items(
         items[:, :, column] = np.arange(num_kv_heads) if values is None else values[:, None]
     bounds = np.searchsorted(phase[span], np.arange(phase.max(initial=0) + 2)) * num_kv_heads
     return Items(tokens, items.reshape(-1, ITEM_WORDS), bounds.astype(np.int32), int(places[num_sharing]))
-
-
-def find_prefixes(
-    block_table: IntArray,  # (num_rows, max_blocks)
-    tiles: IntArray,  # (num_rows,) tiles of each row's keys that may be shared
-    blocks_per_tile: int,
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The rows that may share a prefix, so ordered that those of a prefix are neighbours; for each of them (tiles that
-    it shares, phase after that); and the prefixes: (num, 5) of (first, end) in that order, (begin, end) in tiles and
-    phase.
-    """
-    nothing = np.empty(0, np.int64), np.empty((0, 2), np.int64), np.empty((0, 5), np.int64)
-    rows = np.flatnonzero(tiles > 0)
-    if len(rows) < MIN_SEQUENCES:
-        return nothing
-    # The usual case is found out quickly: the blocks at the end of the first tile are all different.
-    _, inverse, counts = np.unique(block_table[rows, blocks_per_tile - 1], return_inverse=True, return_counts=True)
-    rows = rows[counts[inverse] > 1]
-    if not len(rows):
-        return nothing
-    width = int(tiles[rows].max()) * blocks_per_tile
-    # What a row may not share becomes a number that no other row has.
-    own = np.arange(width) >= tiles[rows, None] * blocks_per_tile
-    keys = np.where(own, -1 - rows[:, None].astype(np.int32), block_table[rows, :width])
-    by_keys = np.argsort(np.ascontiguousarray(keys).view(f"V{4 * width}")[:, 0])  # as byte strings: neighbours is all
-    rows, keys = rows[by_keys], keys[by_keys]
-    same = keys[1:] == keys[:-1]
-    common = np.where(same.all(axis=1), width, same.argmin(axis=1)) // blocks_per_tile  # of neighbours, in tiles
-
-    # All longest runs of rows with a depth in common, by a stack of those that are still open.
-    runs: list[tuple[int, int, int]] = []  # depth, first row, end
-    opened = [(0, 0)]  # depth, first row
-    changes = np.flatnonzero(np.diff(common, prepend=0, append=0))
-    for row, depth in zip(changes.tolist(), np.append(common, 0)[changes].tolist(), strict=True):
-        first = row
-        while opened[-1][0] > depth:
-            deeper, first = opened.pop()
-            runs.append((deeper, first, row + 1))
-        if opened[-1][0] < depth:
-            opened.append((depth, first))
-    done, phase = [0] * len(rows), [0] * len(rows)
-    prefixes = []
-    for depth, start, end in sorted(runs):  # the outer before the inner
-        begin = done[start]
-        if end - start >= MIN_SEQUENCES and (end - start - 1) * (depth - begin) >= MIN_TILES_SAVED:
-            prefixes.append((start, end, begin, depth, phase[start]))
-            done[start:end] = [depth] * (end - start)
-            phase[start:end] = [phase[start] + 1] * (end - start)
-    return (rows, np.array([done, phase]).T, np.array(prefixes)) if prefixes else nothing
