@@ -19,6 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -27,7 +28,8 @@ from typing import Any, NamedTuple
 import batchgen_kernels
 import torch
 import triton
-from batchgen_kernels import moe, tuning
+from batchgen_kernels import attention, cache, fused, moe, sampling, tuning, work
+from batchgen_kernels.draws import NUM_FIELDS, Bias, Penalties, SamplingRows
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
@@ -51,11 +53,11 @@ MATRIX = tuple(dict.fromkeys(name for target in TARGETS.values() for name in (ta
 
 
 class Case(NamedTuple):
-    """One call of launchers. `rows` are those of the tiles of the kernels that multiply matrices."""
+    """A call of launchers. `rows` are those of each tile that a kernel multiplies; none where it need not be told."""
 
     name: str
     launch: Callable[[], object]
-    rows: Mapping[str, int] = {}
+    rows: Mapping[str, tuple[int, ...]] = {}
     targets: tuple[str, ...] = tuple(TARGETS)
 
 
@@ -67,6 +69,7 @@ class Compiled(NamedTuple):
     spilled: int  # bytes
     shared: int  # bytes
     matrix: str  # the matrix instructions in it
+    seconds: float = 0.0  # that the whole case took
     problem: str = ""
 
 
@@ -123,11 +126,9 @@ def judge(case: Case, kernel: str, name: str, compiled: Any) -> Compiled:
         problems.append(f"spills {spilled} bytes")
     if shared > target.shared:
         problems.append(f"shared memory {shared} of {target.shared}")
-    if rows := case.rows.get(kernel, 0):
-        expected = target.tall if rows >= 64 else target.short
-        if expected not in found:
-            problems.append(f"no {expected}")
-    return Compiled(case.name, kernel, name, registers, spilled, shared, " ".join(found), ", ".join(problems))
+    expected = dict.fromkeys(target.tall if rows >= 64 else target.short for rows in case.rows.get(kernel, ()))
+    problems += [f"no {instruction}" for instruction in expected if instruction not in found]
+    return Compiled(case.name, kernel, name, registers, spilled, shared, " ".join(found), problem=", ".join(problems))
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
@@ -144,16 +145,19 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 def compile_case(case: Case, target: str) -> list[Compiled]:
     """One case for one architecture."""
+    started = time.monotonic()
     with compiling(TARGETS[target].gpu) as compiled:
         try:
             case.launch()
         except Exception:
             problem = traceback.format_exc()
             compiled_to = compiled[-1][0] if compiled else "nothing"
-            return [Compiled(case.name, f"after {compiled_to}", target, 0, 0, 0, "", problem)]
+            return [Compiled(case.name, f"after {compiled_to}", target, 0, 0, 0, "", problem=problem)]
     missing = set(case.rows) - {kernel for kernel, _ in compiled}
-    rows = [judge(case, kernel, target, result) for kernel, result in dict(compiled).items()]
-    return rows + [Compiled(case.name, kernel, target, 0, 0, 0, "", "not launched") for kernel in missing]
+    distinct = {(kernel, result.hash): result for kernel, result in compiled}
+    rows = [judge(case, kernel, target, result) for (kernel, _), result in distinct.items()]
+    rows += [Compiled(case.name, kernel, target, 0, 0, 0, "", problem="not launched") for kernel in missing]
+    return [row._replace(seconds=time.monotonic() - started) for row in rows]
 
 
 def every_kernel() -> set[str]:
@@ -170,34 +174,168 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _experts(num_tokens: int, *, dtype: torch.dtype = torch.bfloat16, bias: bool = False) -> Callable[[], object]:
+def _ints(*shape: int) -> torch.Tensor:
+    return empty(*shape, dtype=torch.int32)
+
+
+def _floats(*shape: int) -> torch.Tensor:
+    return empty(*shape, dtype=torch.float32)
+
+
+class Heads(NamedTuple):
+    """Of a model's attention."""
+
+    query: int
+    kv: int
+    key_dim: int
+    value_dim: int
+
+
+SMALL, MIDDLE, WIDE, LATENT = (
+    Heads(14, 2, 64, 64),
+    Heads(32, 8, 128, 128),
+    Heads(16, 8, 256, 256),
+    Heads(16, 16, 192, 128),
+)
+BFLOAT16, FLOAT16, FLOAT32, FLOAT8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+BLOCK_SIZE, NUM_TOKENS = 16, 256
+
+
+def _pool(heads: Heads, dtype: torch.dtype) -> torch.Tensor:
+    shape = attention.pool_shape(1 << 14, heads.kv, heads.key_dim, heads.value_dim, BLOCK_SIZE)
+    return empty(*shape, dtype=dtype)
+
+
+def _states(heads: Heads, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Query and key, views of one matmul's output, and value."""
+    fused_states = empty(NUM_TOKENS, heads.query + heads.kv, heads.key_dim, dtype=dtype)
+    value = empty(NUM_TOKENS, heads.kv, heads.value_dim, dtype=dtype)
+    return fused_states[:, : heads.query], fused_states[:, heads.query :], value
+
+
+def _attention(
+    name: str,
+    heads: Heads,
+    kv_dtype: torch.dtype = BFLOAT16,
+    dtype: torch.dtype = BFLOAT16,
+    *,
+    targets: tuple[str, ...] = tuple(TARGETS),
+    **options: Any,
+) -> list[Case]:
+    """A step with chunks of prompts, and one of decodes as it is captured in a graph."""
+    cases = []
+    for decode in (False, True):
+
+        def launch(decode: bool = decode) -> object:
+            config = attention.launch_config(*heads, kv_dtype, decode=decode)
+            items, entries, merged = _ints(300, work.ITEM_WORDS), _ints(NUM_TOKENS, work.ENTRY_WORDS), _ints(257)
+            parts, lses = _floats(1024 * heads.query * heads.value_dim), _floats(1024 * heads.query)
+            return attention.paged_attention(
+                _states(heads, dtype)[0],
+                _pool(heads, kv_dtype),
+                _ints(512, 1024),
+                work.Work(items, entries, merged, parts, lses, with_large=True, merge_programs=132),
+                config=config,
+                block_size=BLOCK_SIZE,
+                value_dim=heads.value_dim,
+                scale=0.1,
+                **options,
+            )
+
+        tiles = (16, 64) if dtype != FLOAT32 else ()
+        title = f"{'decodes' if decode else 'chunks'} {name}"
+        cases.append(Case(title, launch, {"_paged_attention_kernel": tiles}, targets))
+    return cases
+
+
+def _rope(heads: Heads, kv_dtype: torch.dtype = BFLOAT16, *, rotary_dim: int, interleaved: bool = False) -> object:
+    query, key, value = _states(heads, BFLOAT16)
+    cos, sin = _floats(NUM_TOKENS, rotary_dim // 2), _floats(NUM_TOKENS, rotary_dim // 2)
+    slots, pool = empty(NUM_TOKENS, dtype=torch.int64), _pool(heads, kv_dtype)
+    return cache.rope_and_write(
+        query, key, value, cos, sin, slots, pool, block_size=BLOCK_SIZE, interleaved=interleaved
+    )
+
+
+def _norms(dtype: torch.dtype) -> None:
+    for dim in (576, 1024, 4096, 8192):
+        fused.rms_norm(empty(NUM_TOKENS, dim, dtype=dtype), empty(dim, dtype=dtype), 1e-6)
+        x, residual = empty(NUM_TOKENS, dim, dtype=dtype), empty(NUM_TOKENS, dim, dtype=dtype)
+        fused.rms_norm(x, empty(dim, dtype=dtype), 1e-6, residual)
+    for dim in (64, 128, 256):
+        fused.rms_norm(empty(NUM_TOKENS, 48, dim, dtype=dtype)[:, :32], empty(dim, dtype=dtype), 1e-6)
+
+
+def _gates(dtype: torch.dtype) -> None:
+    fused.silu_mul(empty(NUM_TOKENS, 2 * 14336, dtype=dtype))
+    fused.gelu_tanh_mul(empty(NUM_TOKENS, 2 * 1536, dtype=dtype))
+
+
+def _sample(vocab: int, *, everything: bool = False) -> object:
+    """Plainly, or with all that a row may ask for."""
+    packed = _ints(NUM_FIELDS, NUM_TOKENS)
+    rows = SamplingRows.unpack(packed)
+    if not everything:
+        return sampling.sample(_floats(NUM_TOKENS, vocab), rows, vocab)
+    costs = _floats(3, NUM_TOKENS).unbind()
+    penalties = Penalties(*costs, _ints(512, 8192), _ints(NUM_TOKENS), _ints(NUM_TOKENS), _ints(NUM_TOKENS))
+    return sampling.sample(
+        _floats(NUM_TOKENS, vocab),
+        rows,
+        vocab,
+        penalties=penalties,
+        bias=Bias(_ints(NUM_TOKENS, 300), _floats(NUM_TOKENS, 300)),
+        allowed=_ints(NUM_TOKENS, (vocab + 31) // 32),
+        num_logprobs=20,
+    )
+
+
+def _noise() -> object:
+    ints = _ints(NUM_TOKENS)
+    return sampling.keyed_gumbel(empty(NUM_TOKENS, dtype=torch.int64), ints, ints, 151936)
+
+
+def _experts(num_tokens: int, *, dtype: torch.dtype = BFLOAT16, bias: bool = False) -> object:
     """Both matmuls of 128 experts, 8 for each token: Qwen3-30B-A3B's."""
     num_experts, top_k, hidden, inner = 128, 8, 2048, 768
-
-    def launch() -> object:
-        tile = moe.tile_rows(num_tokens * top_k, num_experts)
-        tokens = moe.sort_tokens(empty(num_tokens, top_k, dtype=torch.int64), num_experts, tile)
-        first = empty(num_experts, 2 * inner, hidden, dtype=dtype)
-        gate_up = moe.grouped_linear(
-            empty(num_tokens, hidden, dtype=dtype),
-            first,
-            tokens,
-            empty(num_experts, 2 * inner, dtype=dtype) if bias else None,
-        )
-        second = empty(num_experts, hidden, inner, dtype=dtype)
-        weights = empty(num_tokens, top_k, dtype=torch.float32)
-        return moe.grouped_linear(gate_up[:, :inner], second, tokens, weights=weights)
-
-    return launch
+    tile = moe.tile_rows(num_tokens * top_k, num_experts)
+    tokens = moe.sort_tokens(empty(num_tokens, top_k, dtype=torch.int64), num_experts, tile)
+    biases = empty(num_experts, 2 * inner, dtype=dtype) if bias else None
+    first, second = empty(num_experts, 2 * inner, hidden, dtype=dtype), empty(num_experts, hidden, inner, dtype=dtype)
+    gate_up = moe.grouped_linear(empty(num_tokens, hidden, dtype=dtype), first, tokens, biases)
+    return moe.grouped_linear(gate_up[:, :inner], second, tokens, weights=_floats(num_tokens, top_k))
 
 
+HOPPER, WITH_FLOAT8 = ("sm_90",), ("sm_90", "sm_100", "gfx942")
 MATMUL = "_grouped_linear_kernel"
 CASES = [
-    Case("experts, 128 tokens", _experts(128), {MATMUL: 16}),
-    Case("experts, 1024 tokens", _experts(1024), {MATMUL: 64}),
-    Case("experts, 8192 tokens", _experts(8192, bias=True), {MATMUL: 128}),
-    Case("experts, 8192 tokens float16", _experts(8192, dtype=torch.float16), {MATMUL: 128}, ("sm_90",)),
-    Case("experts, 8192 tokens float32", _experts(8192, dtype=torch.float32)),
+    *_attention("64", SMALL),
+    *_attention("64, sinks and window", Heads(64, 8, 64, 64), window=128, sinks=_floats(64)),
+    *_attention("128", MIDDLE),
+    *_attention("256, soft cap and window", WIDE, window=1024, soft_cap=50.0),
+    *_attention("192/128", LATENT),
+    *_attention("64 float8", SMALL, FLOAT8, targets=WITH_FLOAT8),
+    *_attention("128 float8", MIDDLE, FLOAT8, targets=WITH_FLOAT8),
+    *_attention("256 float8", WIDE, FLOAT8, targets=WITH_FLOAT8),
+    *_attention("192/128 float8", LATENT, FLOAT8, targets=WITH_FLOAT8),
+    *_attention("128 float16", MIDDLE, FLOAT16, FLOAT16, targets=HOPPER),
+    *_attention("64 float32", SMALL, FLOAT32, FLOAT32, targets=HOPPER),
+    Case("rope 128", lambda: _rope(MIDDLE, rotary_dim=128)),
+    Case("rope 128 float8", lambda: _rope(MIDDLE, FLOAT8, rotary_dim=128), targets=WITH_FLOAT8),
+    Case("rope 64 of 192/128", lambda: _rope(LATENT, rotary_dim=64, interleaved=True)),
+    Case("norms", lambda: _norms(BFLOAT16)),
+    Case("norms float16", lambda: _norms(FLOAT16), targets=HOPPER),
+    Case("gates", lambda: _gates(BFLOAT16)),
+    Case("gates float16", lambda: _gates(FLOAT16), targets=HOPPER),
+    Case("noise", _noise),
+    Case("sampling", lambda: _sample(151936)),
+    Case("sampling 49152", lambda: _sample(49152), targets=HOPPER),
+    Case("sampling with everything", lambda: _sample(151936, everything=True)),
+    Case("experts, 128 tokens", lambda: _experts(128), {MATMUL: (16,)}),
+    Case("experts, 1024 tokens", lambda: _experts(1024), {MATMUL: (64,)}),
+    Case("experts, 8192 tokens", lambda: _experts(8192, bias=True), {MATMUL: (128,)}),
+    Case("experts, 8192 tokens float16", lambda: _experts(8192, dtype=FLOAT16), {MATMUL: (128,)}, HOPPER),
+    Case("experts, 8192 tokens float32", lambda: _experts(8192, dtype=FLOAT32)),
 ]
 
 
@@ -208,8 +346,8 @@ def _compile_case(index: int, target: str) -> list[Compiled]:
 
 def table(rows: Iterable[Compiled]) -> str:
     return "\n".join(
-        f"{row.case:34} {row.kernel:32} {row.target:7} registers {row.registers:3} spilled {row.spilled:4} "
-        f"shared {row.shared:6} {row.matrix:26} {row.problem}".rstrip()
+        f"{row.case:34} {row.kernel:28} {row.target:7} registers {row.registers:3} spilled {row.spilled:4} "
+        f"shared {row.shared:6} {row.seconds:5.1f} s {row.matrix:26} {row.problem}".rstrip()
         for row in rows
     )
 

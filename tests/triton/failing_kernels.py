@@ -27,14 +27,14 @@ def _matmul(size: int, dtype: torch.dtype = torch.bfloat16, **options: int) -> N
 def main() -> None:
     kernel = "_matmul_kernel"
     for case in (
-        Case("fine", lambda: _matmul(64), {kernel: 64}),
-        Case("short", lambda: _matmul(32), {kernel: 32}),
-        Case("spills", lambda: _matmul(64, maxnreg=40), {kernel: 64}, ("sm_80", "sm_100")),
-        Case("spills", lambda: _matmul(128, num_warps=1), {kernel: 128}, ("gfx942",)),
-        Case("large", lambda: _matmul(128, num_warps=8, num_stages=9), {kernel: 128}),
-        Case("plain", lambda: _matmul(16, torch.float32), {kernel: 64}),
+        Case("fine", lambda: _matmul(64), {kernel: (64,)}),
+        Case("short", lambda: _matmul(32), {kernel: (32,)}),
+        Case("spills", lambda: _matmul(64, maxnreg=40), {kernel: (64,)}, ("sm_80", "sm_100")),
+        Case("spills", lambda: _matmul(128, num_warps=1), {kernel: (128,)}, ("gfx942",)),
+        Case("large", lambda: _matmul(128, num_warps=8, num_stages=9), {kernel: (128,)}),
+        Case("plain", lambda: _matmul(16, torch.float32), {kernel: (64,)}),
         Case("broken", lambda: _matmul(48), targets=("sm_90",)),
-        Case("absent", lambda: _matmul(64), {"_other_kernel": 64}, ("sm_90",)),
+        Case("absent", lambda: _matmul(64), {"_other_kernel": (64,)}, ("sm_90",)),
     ):
         for target in case.targets:
             for row in compile_case(case, target):
