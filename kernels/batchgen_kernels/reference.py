@@ -476,7 +476,7 @@ def int8_linear(
     Groups are summed up in whole numbers, which float32 holds, and added in float32. A row with NaN or infinity in it
     comes out NaN.
     """
-    channels, out = weight.unpack().float(), torch.zeros(x.shape[0], weight.out_features)
+    channels, out = weight.unpack().float(), x.new_zeros(x.shape[0], weight.out_features, dtype=torch.float32)
     for inputs, weights in zip(x.split(GROUP, dim=1), channels.split(GROUP, dim=1), strict=True):
         quantized, scales = quantize(inputs)
         out += quantized.float() @ weights.T * scales[:, None]
