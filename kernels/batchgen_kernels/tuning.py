@@ -153,6 +153,26 @@ TABLE: dict[str, dict[tuple[str, tuple[int, int]], Config]] = {
         ("sm_100", (3, 6)): Config({"BLOCK": 512}),
         ("gfx942", (3, 6)): Config({"BLOCK": 512}),
     },
+    # Experts.
+    "sort_tokens": {
+        ("", (3, 0)): Config({"ASSIGNMENTS": 64}, num_warps=4, num_stages=1),
+    },
+    "grouped_linear/16": {
+        ("", (3, 0)): Config({"COLUMNS": 128, "INNER": 64, "BAND": 8}, num_warps=4, num_stages=4),
+        ("gfx942", (3, 0)): Config({"COLUMNS": 128, "INNER": 64, "BAND": 8}, num_warps=4, num_stages=2),
+    },
+    "grouped_linear/64": {
+        ("", (3, 0)): Config({"COLUMNS": 128, "INNER": 64, "BAND": 8}, num_warps=4, num_stages=4),
+        ("gfx942", (3, 0)): Config({"COLUMNS": 128, "INNER": 64, "BAND": 8}, num_warps=4, num_stages=2),
+    },
+    "grouped_linear/128": {
+        ("", (3, 0)): Config({"COLUMNS": 128, "INNER": 64, "BAND": 8}, num_warps=8, num_stages=3),
+        ("sm_90", (3, 0)): Config({"COLUMNS": 256, "INNER": 64, "BAND": 8}, num_warps=8, num_stages=4),
+        ("gfx942", (3, 0)): Config({"COLUMNS": 128, "INNER": 64, "BAND": 8}, num_warps=8, num_stages=2),
+    },
+    "grouped_linear/float32": {
+        ("", (3, 0)): Config({"COLUMNS": 32, "INNER": 32, "BAND": 8}, num_warps=8, num_stages=2),
+    },
 }
 
 
