@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import numpy as np
 import pytest
 import torch
 from batchgen_kernels import cpu, reference
+from batchgen_kernels.draws import SamplingRows
 
-from batchgen.engine import sampler as sampler_module
 from batchgen.engine.sampler import Sampler
+from batchgen.engine.step import IntArray
 from batchgen.types import SamplingParams
 
 MASK = 0xFFFFFFFF
@@ -33,23 +35,29 @@ def gumbel(key: int, position: int, sample: int, vocab: int) -> np.ndarray:
     return -np.log(-np.log(u))
 
 
-class PythonOps:
+@cache
+def remembered_gumbel(key: int, position: int, sample: int, vocab: int) -> np.ndarray:
+    return gumbel(key & (2**64 - 1), position, sample, vocab)
+
+
+def python_gumbel(keys: torch.Tensor, positions: torch.Tensor, samples: torch.Tensor, vocab: int) -> torch.Tensor:
     """`keyed_gumbel` by the reference above; remembers rows, as it is slow."""
+    assert (keys.dtype, positions.dtype, samples.dtype) == (torch.int64, torch.int32, torch.int32)
+    rows = zip(keys.tolist(), positions.tolist(), samples.tolist(), strict=True)
+    return torch.from_numpy(np.stack([remembered_gumbel(*row, vocab) for row in rows]))
 
-    def __init__(self) -> None:
-        self._rows: dict[tuple[int, int, int, int], np.ndarray] = {}
 
-    def keyed_gumbel(
-        self, keys: torch.Tensor, positions: torch.Tensor, samples: torch.Tensor, vocab: int
-    ) -> torch.Tensor:
-        assert (keys.dtype, positions.dtype, samples.dtype) == (torch.int64, torch.int32, torch.int32)
-        rows = []
-        for key, position, sample in zip(keys.tolist(), positions.tolist(), samples.tolist(), strict=True):
-            row = (key & (2**64 - 1), position, sample, vocab)
-            if row not in self._rows:
-                self._rows[row] = gumbel(*row)
-            rows.append(self._rows[row])
-        return torch.from_numpy(np.stack(rows))
+class Drawing(Sampler):
+    """Draws for its slots, with the noise above unless told otherwise."""
+
+    gumbel: reference.Gumbel = staticmethod(python_gumbel)
+
+    def sample(
+        self, logits: torch.Tensor, slots: IntArray, positions: IntArray, allowed: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = SamplingRows.unpack(torch.from_numpy(self.gather(slots, positions)))
+        tokens, finite, _ = reference.sample(logits, rows, self.vocab_size, allowed=allowed, gumbel=self.gumbel)
+        return tokens, finite
 
 
 def draw_one(logits: np.ndarray, params: SamplingParams, key: int, position: int, sample: int) -> int:
@@ -71,14 +79,13 @@ def draw_one(logits: np.ndarray, params: SamplingParams, key: int, position: int
     return int(order[scores.argmax()])
 
 
-def make(params: list[SamplingParams], vocab: int, keys: list[int], samples: list[int] | None = None) -> Sampler:
-    sampler = Sampler(len(params), vocab, OPS)
+def make(params: list[SamplingParams], vocab: int, keys: list[int], samples: list[int] | None = None) -> Drawing:
+    sampler = Drawing(len(params), vocab)
     for slot, (one, key) in enumerate(zip(params, keys, strict=True)):
         sampler.start(slot, one, key, samples[slot] if samples else 0)
     return sampler
 
 
-OPS = PythonOps()
 PARAMS = [
     SamplingParams(1),
     SamplingParams(1, temperature=0.7),
@@ -113,15 +120,15 @@ def test_all_forms_of_the_noise_agree() -> None:
     positions = torch.tensor([0, 7, 2**31 - 1, 3, 100_000], dtype=torch.int32)
     samples = torch.tensor([0, 1, 2, 3, 1023], dtype=torch.int32)
     for vocab in (1, 7, 64, 331):
-        want = OPS.keyed_gumbel(keys, positions, samples, vocab)
+        want = python_gumbel(keys, positions, samples, vocab)
         for ops in [reference] if native is None else [reference, native]:
             torch.testing.assert_close(ops.keyed_gumbel(keys, positions, samples, vocab), want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("widths", [(64, 1024), (4, 16), ()])
 def test_every_kind_of_row_is_drawn_as_defined(widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler_module, "WIDTHS", widths)
-    monkeypatch.setattr(sampler_module, "CHUNK_ELEMENTS", 3 * 200)
+    monkeypatch.setattr(reference, "WIDTHS", widths)
+    monkeypatch.setattr(reference, "CHUNK_ELEMENTS", 3 * 200)
     rng = np.random.default_rng(0)
     for round_ in range(6):
         logits = rng.normal(0, 2.5, (3 * len(PARAMS), 200)).astype(np.float32)
@@ -176,7 +183,8 @@ def test_low_temperatures_are_greedy_and_never_nan() -> None:
 def test_frequencies_follow_the_distribution(params: SamplingParams) -> None:
     vocab, draws = 12, 4000
     logits = np.random.default_rng(3).normal(0, 1.5, vocab).astype(np.float32)
-    sampler = Sampler(draws, vocab, reference)
+    sampler = Drawing(draws, vocab)
+    sampler.gumbel = reference.keyed_gumbel
     for slot in range(draws):
         sampler.start(slot, params, 0x1234_5678_9ABC_DEF0 + slot, 0)
     tokens, _ = sampler.sample(
@@ -236,10 +244,9 @@ def test_nonfinite_rows_are_told_and_leave_the_others_alone(bad: float, params: 
 
 def test_only_allowed_tokens_are_drawn() -> None:
     logits = torch.from_numpy(np.random.default_rng(5).normal(0, 2, (len(PARAMS), 40)).astype(np.float32))
-    allowed = torch.zeros(len(PARAMS), 40, dtype=torch.bool)
-    allowed[:, [3, 17, 31]] = True
+    allowed = torch.tensor([[1 << 3 | 1 << 17 | -(1 << 31), 1 << 7]], dtype=torch.int32).expand(len(PARAMS), 2)
     sampler = make(PARAMS, 40, list(range(len(PARAMS))))
     for position in range(20):
         slots = np.arange(len(PARAMS), dtype=np.int32)
         tokens, finite = sampler.sample(logits, slots, np.full(len(PARAMS), position, np.int32), allowed)
-        assert finite.all() and set(tokens.tolist()) <= {3, 17, 31}
+        assert finite.all() and set(tokens.tolist()) <= {3, 17, 31, 39}

@@ -22,7 +22,44 @@ class Config(NamedTuple):
 # kernel -> (architecture, first Triton version it holds for) -> configuration. An architecture that is not listed takes
 # the newest listed one of its maker below it, the interpreter and unknown makers take ("", ...). Values of one
 # architecture that depend on a size (of a head, of a row) are their own entries: "paged_attention/128".
-TABLE: dict[str, dict[tuple[str, tuple[int, int]], Config]] = {}
+TABLE: dict[str, dict[tuple[str, tuple[int, int]], Config]] = {
+    # Rows of up to so many elements. A program takes several short ones: about 32 elements a thread are on their way.
+    "rms_norm/256": {
+        ("", (3, 6)): Config({"ROWS": 4}),
+        ("sm_80", (3, 6)): Config({"ROWS": 16}),
+        ("sm_90", (3, 6)): Config({"ROWS": 16}),
+        ("sm_100", (3, 6)): Config({"ROWS": 16}),
+        ("gfx942", (3, 6)): Config({"ROWS": 16}),
+    },
+    "rms_norm/1024": {
+        ("", (3, 6)): Config({"ROWS": 2}),
+        ("sm_80", (3, 6)): Config({"ROWS": 2}),
+        ("sm_90", (3, 6)): Config({"ROWS": 2}),
+        ("sm_100", (3, 6)): Config({"ROWS": 2}),
+        ("gfx942", (3, 6)): Config({"ROWS": 2}),
+    },
+    "rms_norm/4096": {
+        ("", (3, 6)): Config({"ROWS": 1}),
+        ("sm_80", (3, 6)): Config({"ROWS": 1}, num_warps=8),
+        ("sm_90", (3, 6)): Config({"ROWS": 1}, num_warps=8),
+        ("sm_100", (3, 6)): Config({"ROWS": 1}, num_warps=8),
+        ("gfx942", (3, 6)): Config({"ROWS": 1}, num_warps=8),
+    },
+    "rms_norm/16384": {
+        ("", (3, 6)): Config({"ROWS": 1}),
+        ("sm_80", (3, 6)): Config({"ROWS": 1}, num_warps=16),
+        ("sm_90", (3, 6)): Config({"ROWS": 1}, num_warps=16),
+        ("sm_100", (3, 6)): Config({"ROWS": 1}, num_warps=16),
+        ("gfx942", (3, 6)): Config({"ROWS": 1}, num_warps=16),
+    },
+    "gate": {
+        ("", (3, 6)): Config({"COLUMNS": 1024}),
+        ("sm_80", (3, 6)): Config({"COLUMNS": 1024}),
+        ("sm_90", (3, 6)): Config({"COLUMNS": 1024}),
+        ("sm_100", (3, 6)): Config({"COLUMNS": 1024}),
+        ("gfx942", (3, 6)): Config({"COLUMNS": 1024}),
+    },
+}
 
 
 @cache

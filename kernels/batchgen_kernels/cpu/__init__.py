@@ -14,6 +14,7 @@ import torch
 from batchgen_kernels import reference
 from batchgen_kernels.cpu import items as cut
 from batchgen_kernels.cpu.items import Items, attention_items
+from batchgen_kernels.draws import Bias, Drawn, Penalties, SamplingRows
 
 ISAS = ("portable", "avx2", "avx512", "avx512_bf16")  # by level
 BLOCK_SIZES = (16, 32, 64, 128)  # what divides the tile of keys
@@ -339,6 +340,29 @@ class Ops:
             vocab,
         )
         return out
+
+    def sample(
+        self,
+        logits: torch.Tensor,  # (num_rows, at least vocab) float32; penalties and bias change it in place
+        rows: SamplingRows,
+        vocab: int,
+        *,
+        penalties: Penalties | None = None,
+        bias: Bias | None = None,
+        allowed: torch.Tensor | None = None,  # (num_rows, ceil(vocab / 32)) int32
+        num_logprobs: int | None = None,
+    ) -> Drawn:
+        """The twin with native noise: its argmax and topk are no slower than ours would be."""
+        return reference.sample(
+            logits,
+            rows,
+            vocab,
+            penalties=penalties,
+            bias=bias,
+            allowed=allowed,
+            num_logprobs=num_logprobs,
+            gumbel=self.keyed_gumbel,
+        )
 
     def int8_linear(
         self,
