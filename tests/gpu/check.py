@@ -55,7 +55,7 @@ PARTS = [
     Part(f"transformers {QWEN}", 70),
     Part(f"transformers {LLAMA}", 90),
 ]
-SMOKE_PARTS = [Part("device", 90), Part("rates", 90), Part("nano smoke", 90), Part("transformers smoke", 90)]
+SMOKE_PARTS = [Part(name, 90) for name in ("device", "rates", "attention", "nano smoke", "transformers smoke")]
 
 
 class Goal(NamedTuple):
@@ -156,7 +156,7 @@ def attention(smoke: bool) -> dict[str, Any]:
     if not smoke:
         torch.cuda.empty_cache()
     first = next(iter(found.values()))
-    return {"share_of_copy": round(first / copied, 3), **{f"{k}, GB/s": round(v / 1e9, 1) for k, v in found.items()}}
+    return {"share_of_copy": round(first / copied, 4), **{f"{k}, GB/s": round(v / 1e9, 1) for k, v in found.items()}}
 
 
 def decode_rate(
