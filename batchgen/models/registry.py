@@ -302,6 +302,14 @@ def build(
     return decoder
 
 
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a checkpoint with this configuration has; nothing is allocated."""
+    bare = replace(config, ropes=())  # their tables would be computed, for which torch imports for seconds
+    with torch.device("meta"):
+        decoder = Decoder(bare, dtype=torch.float32, backend=ReferenceBackend(), max_model_len=1, ops=reference)
+    return {name: place.shape for name, place in _places(decoder, FAMILIES[config.architecture].names)}
+
+
 def _load(
     checkpoint: Checkpoint,
     places: Mapping[str, Place],
@@ -325,14 +333,6 @@ def _load(
     with ThreadPoolExecutor(readers) as pool:
         for _ in pool.map(load, checkpoint.by_file(places)):  # raises what a reader raised
             pass
-
-
-def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a checkpoint with this configuration has; nothing is allocated."""
-    bare = replace(config, ropes=())  # their tables would be computed, for which torch imports for seconds
-    with torch.device("meta"):
-        decoder = Decoder(bare, dtype=torch.float32, backend=ReferenceBackend(), max_model_len=1, ops=reference)
-    return {name: place.shape for name, place in _places(decoder, FAMILIES[config.architecture].names)}
 
 
 def _check_names(checkpoint: Checkpoint, config: ModelConfig, stored: set[str], expected: set[str]) -> None:

@@ -55,7 +55,7 @@ PARTS = [
     Part(f"transformers {QWEN}", 70),
     Part(f"transformers {LLAMA}", 90),
 ]
-SMOKE_PARTS = [Part("device", 90), Part("rates", 90), Part("nano smoke", 90), Part("transformers smoke", 90)]
+SMOKE_PARTS = [Part(name, 90) for name in ("device", "rates", "attention", "nano smoke", "transformers smoke")]
 
 
 class Goal(NamedTuple):
@@ -148,7 +148,7 @@ def attention(smoke: bool) -> dict[str, Any]:
     }
     if smoke:
         cases = {"4 rows at 64, 4 heads": (4, 2, 4, 64)}
-    copied = bench.measure_copy(at.torch, 0.1 if smoke else 0.5, 1 << 24 if smoke else 4 << 30)
+    copied = bench.measure_copy(at.torch_device, 0.1 if smoke else 0.5, 1 << 24 if smoke else 4 << 30)
     found = {
         name: decode_rate(loader.make_backend(given, at, reference), at, *case, seconds=0.1 if smoke else 0.5)
         for name, case in cases.items()
@@ -156,7 +156,7 @@ def attention(smoke: bool) -> dict[str, Any]:
     if not smoke:
         torch.cuda.empty_cache()
     first = next(iter(found.values()))
-    return {"share_of_copy": round(first / copied, 3), **{f"{k}, GB/s": round(v / 1e9, 1) for k, v in found.items()}}
+    return {"share_of_copy": round(first / copied, 4), **{f"{k}, GB/s": round(v / 1e9, 1) for k, v in found.items()}}
 
 
 def decode_rate(
@@ -186,19 +186,19 @@ def decode_rate(
         np.arange(rows + 1, dtype=np.int32),
         contexts,
         np.arange(rows, dtype=np.int32),
-        torch.from_numpy(table).to(at.torch),
+        torch.from_numpy(table).to(at.torch_device),
         table,
-        torch.from_numpy(slots).to(at.torch),
+        torch.from_numpy(slots).to(at.torch_device),
     )
     backend.prepare(metadata)
-    query = torch.randn(rows, num_heads, head_dim, device=at.torch).to(dtype)
+    query = torch.randn(rows, num_heads, head_dim, device=at.torch_device).to(dtype)
 
     def run() -> None:
         for layer in range(num_layers):
             backend.attend(layer, query, metadata)
 
     num_bytes = num_layers * int(contexts.sum()) * num_kv_heads * 2 * head_dim * dtype.itemsize
-    return num_bytes / bench.best_time(run, seconds, at.torch)
+    return num_bytes / bench.best_time(run, seconds, at.torch_device)
 
 
 def nano(config: str, smoke: bool) -> dict[str, Any]:

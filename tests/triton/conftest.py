@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 
 
 @pytest.fixture(autouse=True)
-def device() -> Iterator[torch.device]:
-    """Tensors are made there unless a test says otherwise."""
-    device = torch.device("cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda")
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """All tensors that a test makes are there, those from numpy too."""
+    if os.environ["TRITON_INTERPRET"] == "1":
+        yield torch.device("cpu")
+        return
+    device, from_numpy = torch.device("cuda"), torch.from_numpy
+    monkeypatch.setattr(torch, "from_numpy", lambda array: from_numpy(array).to(device))
+    monkeypatch.setattr(torch, "Generator", partial(torch.Generator, device))
     with device:
         yield device
