@@ -55,9 +55,7 @@ class Cpu:
     torch_device = torch.device("cpu")
     name = "cpu"
     num_multiprocessors = 1
-
-    def __init__(self) -> None:
-        self.captures = False
+    captures = False
 
     def upload(self, array: Array, into: torch.Tensor | None = None) -> torch.Tensor:
         tensor = torch.from_numpy(array)
@@ -82,12 +80,13 @@ class Cpu:
 class Cuda:
     """A GPU of NVIDIA's or AMD's, through torch's current stream."""
 
+    captures = True
+
     def __init__(self, index: int = 0) -> None:
         self.torch_device = torch.device("cuda", index)
         self.name = str(torch.cuda.get_device_name(index))
         self.total_bytes = int(torch.cuda.mem_get_info(index)[1])
         self.num_multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
-        self.captures = True
         self._pool: Any = None  # memory that all graphs share
 
     def upload(self, array: Array, into: torch.Tensor | None = None) -> torch.Tensor:

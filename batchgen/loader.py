@@ -146,7 +146,7 @@ class Model:
 
             if self._quantization:
                 raise ConfigError(f"model.quantization: {self._quantization} does not run on a GPU yet; leave it out")
-            return gpu.Ops()
+            return gpu
         if (
             "OMP_NUM_THREADS" not in os.environ
         ):  # torch alone would leave out what it takes for second threads of a core

@@ -14,7 +14,6 @@ class LateDevice(Cpu):
     device, in order: "begun" and "waited", each with the number of the download."""
 
     def __init__(self, captures: bool = False) -> None:
-        super().__init__()
         self.captures = captures
         self.events: list[tuple[str, int]] = []
         self.num_captured = 0

@@ -203,11 +203,12 @@ class Runner:
         slot_mapping = np.full(settings.max_batch_tokens, -1)
         slot_mapping[0] = 0
         tokens = np.stack((np.zeros_like(slot_mapping), np.zeros_like(slot_mapping), slot_mapping))
-        uploaded = self._device.upload(tokens)
-        step = self._metadata(np.array([0, 1], np.int32), one, np.zeros(1, np.int32), uploaded[2])
-        self._backend.prepare(step)
-        hidden = self._forward(uploaded, step)[: settings.max_num_seqs]
-        self._draw(hidden, np.zeros(len(hidden), np.int32), np.zeros(len(hidden), np.int32))
+        with self._errors():
+            uploaded = self._device.upload(tokens)
+            step = self._metadata(np.array([0, 1], np.int32), one, np.zeros(1, np.int32), uploaded[2])
+            self._backend.prepare(step)
+            hidden = self._forward(uploaded, step)[: settings.max_num_seqs]
+            self._draw(hidden, np.zeros(len(hidden), np.int32), np.zeros(len(hidden), np.int32))
 
     @torch.inference_mode()
     def logits_of(self, token_ids: TokenIds) -> torch.Tensor:
