@@ -1,4 +1,4 @@
-"""The Triton attention backend, in the interpreter, against the plain-torch one: write and attend, as models run them."""
+"""The Triton attention backend, in the interpreter, against the plain-torch one, as models use them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def chunks(
 
 
 def run(
-    backends: tuple[TritonAttention, ReferenceBackend], step: AttentionMetadata, dtype: torch.dtype, written: bool = True
+    backends: tuple[TritonAttention, ReferenceBackend],
+    step: AttentionMetadata,
+    dtype: torch.dtype,
+    written: bool = True,
 ) -> None:
     """All layers of both write and attend alike."""
     tokens = len(step.slot_mapping)
@@ -56,11 +59,12 @@ def run(
 
 @pytest.mark.parametrize(
     ("dtype", "block_size", "device"),
-    [(torch.float32, 16, Cpu()), (torch.float32, 64, Wide()), (torch.float16, 32, Wide()), (torch.float16, 128, Cpu())],
+    [(torch.float32, 16, Cpu()), (torch.float16, 128, Wide())],
 )
 def test_equals_the_reference_backend(dtype: torch.dtype, block_size: int, device: Cpu) -> None:
     torch.manual_seed(0)
-    fast, plain = backends = TritonAttention(device, block_size), ReferenceBackend(block_size)
+    backends = TritonAttention(device, block_size), ReferenceBackend(block_size)
+    fast = backends[0]
     for backend in backends:
         backend.allocate(LAYERS, 80, dtype)
     run(backends, chunks(fast, [(0, 0, 60), (2, 0, 3)]), dtype)
@@ -144,13 +148,13 @@ def test_bytes_of_a_block() -> None:
 
 
 def test_what_it_cannot_serve_is_a_model_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ModelError, match="head_dim|key_dim 12: expected a multiple of 8"):
+    with pytest.raises(ModelError, match="key_dim 12: expected a multiple of 8"):
         TritonAttention(Cpu()).allocate((KVSpec(2, 2, 12, 1.0),), 2, torch.float32)
     with pytest.raises(ModelError, match="num_heads 3: expected a multiple of the 2 KV heads"):
         TritonAttention(Cpu()).bytes_per_block((KVSpec(3, 2, 32, 1.0),), torch.float32)
     with pytest.raises(ModelError, match="block_size 48"):
         TritonAttention(Cpu(), 48).bytes_per_block(LAYERS, torch.float32)
-    with pytest.raises(ModelError, match="not in torch.int8"):
+    with pytest.raises(ModelError, match=r"not in torch\.int8"):
         TritonAttention(Cpu()).allocate(LAYERS, 2, torch.int8)
     monkeypatch.setattr("batchgen.attention.triton.architecture", lambda: "sm_80")
     with pytest.raises(ModelError, match="sm_80"):
