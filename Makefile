@@ -15,11 +15,12 @@ CONSTRAINTS := $(if $(HAS_GPU),,-c constraints-cpu.txt)
 # What an installed copy depends on: with any of these newer than its stamp, it is installed again.
 BUILD_INPUTS := pyproject.toml setup.py constraints-cpu.txt $(wildcard kernels/batchgen_kernels/cpu/*.cpp kernels/batchgen_kernels/cpu/*.h)
 
-.PHONY: help install demo test lint docs bench clean distclean
+.PHONY: help install demo test gpu-check lint docs bench clean distclean
 
 help:
 	@echo "make demo       run examples/reviews.yaml with a small model"
 	@echo "make test       run the tests; PYTEST_ARGS='-k resume' chooses some of them"
+	@echo "make gpu-check  check and measure what needs a GPU; docs/gpu.md"
 	@echo "make lint       check style, types and the direction of imports"
 	@echo "make bench      measure the engine; WORKLOAD=mixed"
 	@echo "make docs       write docs/job-file.md anew from the job file's schema"
@@ -34,6 +35,9 @@ demo: $(VENV)/.installed $(VENV)/.model
 
 test: $(VENV)/.dev $(VENV)/.model
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+gpu-check: $(VENV)/.dev
+	$(BIN)/python tests/gpu/check.py --json build/gpu-check.json
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

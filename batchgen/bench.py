@@ -79,24 +79,53 @@ class TimedRunner:
             self.seconds += time.perf_counter() - began
 
 
-def measure_roofline(dtype: torch.dtype, quantization: str | None, seconds: float = 0.5) -> tuple[float, float]:
-    """The rates of this machine: a linear layer of the model's kind at 512 rows, FLOP/s; reading memory, bytes/s."""
+def measure_roofline(
+    dtype: torch.dtype, quantization: str | None, device: torch.device, seconds: float = 0.5
+) -> tuple[float, float]:
+    """The rates of this machine: a linear layer of the model's kind at 512 rows, FLOP/s; reading memory, bytes/s.
+
+    On a GPU a large product, and a copy, which counts the bytes read and those written.
+    """
+    if device.type != "cpu":
+        return measure_matmul(dtype, device, seconds), measure_copy(device, seconds)
     ops = native.load() or reference_ops
     linear = linear_kind(dtype, quantization, ops)(2048, (2048,), bias=False)
     linear.load_weight(0, torch.randn(2048, 2048).to(dtype))
     x = torch.randn(512, 2048).to(dtype)
-    matmul = 2 * 512 * 2048 * 2048 / _best_time(lambda: linear(x), seconds)
+    matmul = 2 * 512 * 2048 * 2048 / best_time(lambda: linear(x), seconds)
     big = torch.ones(64 << 20, dtype=torch.float32)  # 256 MiB: more than any cache
-    return matmul, big.nbytes / _best_time(big.sum, seconds)
+    return matmul, big.nbytes / best_time(big.sum, seconds)
 
 
-def _best_time(call: Callable[[], Any], seconds: float) -> float:
-    call()
-    best, end = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < end:
+def measure_matmul(dtype: torch.dtype, device: torch.device, seconds: float, size: int = 8192) -> float:
+    """FLOP/s of a product of random square matrices."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    return 2 * size**3 / best_time(lambda: torch.matmul(a, b, out=out), seconds, device)
+
+
+def measure_copy(device: torch.device, seconds: float, num_bytes: int = 4 << 30) -> float:
+    """Bytes read and written a second."""
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / best_time(lambda: target.copy_(source), seconds, device)
+
+
+def best_time(call: Callable[[], Any], seconds: float, device: torch.device | None = None) -> float:
+    """The shortest of the runs that fit into `seconds`, of at least one after one to warm up; on a GPU until the device
+    is done."""
+
+    def run() -> float:
         began = time.perf_counter()
         call()
-        best = min(best, time.perf_counter() - began)
+        if device is not None and device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - began
+
+    run()
+    best, end = run(), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        best = min(best, run())
     return best
 
 
@@ -128,13 +157,15 @@ def engine(
     *,
     model: ModelSpec,
     spec: EngineSpec,
+    random_weights: dict[str, Any] | None = None,
     workload: str = "mixed",
     workload_file: str | None = None,
     save: str | None = None,
 ) -> dict[str, Any]:
     """Run a workload through planner and engine, everything submitted at once, and say where the time went.
 
-    Equal prompts are computed as often as they occur.
+    Equal prompts are computed as often as they occur. `random_weights` is a config.json: a model of that shape without
+    files, of which `model.path` is but the name.
     `load_s` is the model and the KV pool, `startup_s` from the start of the process to where the first step could run,
     `process_s` to the workload's end. `occupancy` is of the rows that may run at once, `kv_used_*` of the KV pool;
     `roofline_share` is the least time for this work on this machine against what it took, `host_share` the time
@@ -146,10 +177,21 @@ def engine(
     items = load_workload(workload_file) if workload_file else WORKLOADS[workload].items(np.random.default_rng(0))
     demand = Demand([item.prompt for item in items], [item.output_tokens for item in items], complete=True)
     began = time.perf_counter()
-    loaded = Model(model, spec)
+    loaded = Model(model, spec, random_weights=random_weights)
+    if (largest := max(int(item.prompt.max(initial=0)) for item in items)) >= loaded.config.vocab_size:
+        raise ConfigError(f"workload: token id {largest}, but the model has only {loaded.config.vocab_size}")
+    on_gpu = loaded.device != "cpu"
+    what, rates, measuring = (DTYPES[loaded.dtype], model.quantization, torch.device(loaded.device)), None, 0.0
+    if on_gpu:  # before the KV pool takes the memory that this needs
+        measured = time.perf_counter()
+        rates = measure_roofline(*what)
+        torch.cuda.empty_cache()
+        measuring = time.perf_counter() - measured
     engine = loaded.engine(lambda: demand)
-    load_seconds, startup_seconds = time.perf_counter() - began, processes.age()
-    warm = [Item(np.full(48, 100 + i, np.int32), 4) for i in range(2)]
+    load_seconds, startup_seconds = time.perf_counter() - began - measuring, processes.age() - measuring
+    # On a GPU every number of rows is met before time counts: kernels are compiled and graphs captured there
+    rows = min(len(items), engine.settings.max_num_seqs) if on_gpu else 2
+    warm = [Item(np.full(48, 100 + i % 64, np.int32), 4 + i // 8) for i in range(rows)]
     for _ in engine.generate(_requests(warm)):
         pass
     before = engine.stats()
@@ -174,7 +216,7 @@ def engine(
     output_tokens = sum(item.output_tokens for item in items)
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     kv_dtype = loaded.dtype if spec.kv_dtype == "auto" else spec.kv_dtype
-    matmul_rate, memory_rate = measure_roofline(DTYPES[loaded.dtype], model.quantization)
+    matmul_rate, memory_rate = rates or measure_roofline(*what)
     floor = floor_seconds(
         loaded.config,
         timed,
@@ -188,6 +230,8 @@ def engine(
         "bench": "engine",
         "workload": Path(workload_file).name if workload_file else workload,
         "model": model.path,
+        "random_weights": random_weights is not None,
+        "device": loaded.device,
         "dtype": loaded.dtype,
         "quantization": model.quantization,
         "kv_dtype": kv_dtype,

@@ -416,7 +416,13 @@ def bench() -> None:
 
 
 @bench.command("engine")
-@click.option("--model", required=True, metavar="PATH", help="As model.path in a job file.")
+@click.option("--model", metavar="PATH", help="As model.path in a job file.")
+@click.option(
+    "--config",
+    metavar="NAME",
+    help="With --random-weights, instead of a model: smollm2-135m, qwen3-0.6b, llama-3.1-8b, or a config.json.",
+)
+@click.option("--random-weights", is_flag=True, help="Fill a model of that shape with random numbers; needs no files.")
 @click.option(
     "--workload", default="mixed", show_default=True, metavar="NAME", help="nano, mixed, prefix, longtail or summarise."
 )
@@ -425,7 +431,13 @@ def bench() -> None:
 @_set_option
 @_debug_option
 def bench_engine(
-    model: str, workload: str, workload_file: str | None, save: str | None, overrides: tuple[str, ...]
+    model: str | None,
+    config: str | None,
+    random_weights: bool,
+    workload: str,
+    workload_file: str | None,
+    save: str | None,
+    overrides: tuple[str, ...],
 ) -> None:
     """Run a workload through the engine; prints its speed as one JSON line.
 
@@ -439,15 +451,29 @@ def bench_engine(
     for override in overrides:
         if not override.startswith(("model.", "engine.")):
             raise click.BadParameter(f"{override!r}: expected a key of model or engine", param_hint="--set")
+    if (model is None) == (config is None) or random_weights != (config is not None):
+        raise click.UsageError("give --model PATH, or --config NAME with --random-weights")
     from batchgen import spec
+    from batchgen.weights.random import find_config
 
-    job = {"model": {"path": model}, "input": {"path": "-"}, "sampling": {"max_tokens": None}, "output": {"path": "-"}}
+    shape = find_config(config) if config else None
+    job = {
+        "model": {"path": model or config},
+        "input": {"path": "-"},
+        "sampling": {"max_tokens": None},
+        "output": {"path": "-"},
+    }
     settings = spec.parse(job, where="bench engine", overrides=overrides)
     _show_logs()
     from batchgen import bench as benches
 
     found = benches.engine(
-        model=settings.model, spec=settings.engine, workload=workload, workload_file=workload_file, save=save
+        model=settings.model,
+        spec=settings.engine,
+        random_weights=shape,
+        workload=workload,
+        workload_file=workload_file,
+        save=save,
     )
     _print_json(found)
 

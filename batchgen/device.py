@@ -55,7 +55,9 @@ class Cpu:
     torch_device = torch.device("cpu")
     name = "cpu"
     num_multiprocessors = 1
-    captures = False
+
+    def __init__(self) -> None:
+        self.captures = False
 
     def upload(self, array: Array, into: torch.Tensor | None = None) -> torch.Tensor:
         tensor = torch.from_numpy(array)

@@ -7,7 +7,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,8 @@ from batchgen.attention.reference import ReferenceBackend
 from batchgen.device import Cpu, Cuda
 from batchgen.engine.engine import Engine
 from batchgen.engine.runner import Runner
-from batchgen.engine.step import EngineSettings
+from batchgen.engine.sampler import SamplingOps
+from batchgen.engine.step import EngineSettings, OutOfMemoryStep
 from batchgen.errors import ConfigError, ModelError
 from batchgen.models import registry
 from batchgen.models.config import ModelConfig
@@ -30,12 +31,14 @@ from batchgen.models.layers import Ops
 from batchgen.spec import EngineSpec, ModelSpec
 from batchgen.tokenizer import Tokenizer
 from batchgen.types import Demand, TokenIds
+from batchgen.weights.random import RandomCheckpoint
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_DTYPES = {**DTYPES, "fp8": torch.float8_e4m3fn}
 CPU_STEP = 128, 512  # sequences, tokens; larger steps leave the caches: 6 % slower in int8, the same in bfloat16
+BLOCK_SIZES = {"triton": 32, "cpu": 32, "reference": 16}  # of each attention backend, where the job gives none
 GPU_STEP = 1024, 8192
 GPU_READERS = 8  # files of a checkpoint that are read at once
 GPU_LEFT_FREE = 0.02  # of a GPU's memory: for what kernels and libraries take beside torch
@@ -50,18 +53,35 @@ APART = 1.2  # of what samples hold at once: they start one after the other, and
 GIB = 1 << 30
 
 
+class DeviceOps(Ops, SamplingOps, Protocol):
+    """All kernels that a model needs beside attention's."""
+
+
 class Model:
     """A checkpoint that is found and read about, but not loaded; `engine()` loads it.
 
     Raises ModelError where it is unsupported or incomplete, ConfigError where the job asks too much of it.
     """
 
-    def __init__(self, model: ModelSpec, engine: EngineSpec, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        model: ModelSpec,
+        engine: EngineSpec,
+        *,
+        random_weights: dict[str, Any] | None = None,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        """`random_weights` holds config.json's keys: a model of that shape without any file, named `model.path`."""
         self._engine_spec = engine
         self._device = open_device(engine.device)
         self.device = str(self._device.torch_device)
         self._skip_special_tokens = skip_special_tokens
-        self._checkpoint = weights.open_checkpoint(weights.resolve(model.path, model.revision))
+        self._checkpoint: weights.Checkpoint
+        if random_weights is None:
+            self._checkpoint = weights.open_checkpoint(weights.resolve(model.path, model.revision))
+        else:
+            shapes = registry.tensor_shapes(registry.read_config(random_weights))
+            self._checkpoint = RandomCheckpoint(model.path, random_weights, shapes)
         self.config = registry.read_config(self._checkpoint.config)
         self.path = str(self._checkpoint.path)
         self.tokenizer_path = model.tokenizer or self.path
@@ -69,7 +89,10 @@ class Model:
         self._quantization = model.quantization
         self.dtype = resolve_dtype(model.dtype, self.config.dtype, on_gpu=isinstance(self._device, Cuda))
         self.max_model_len = self._max_model_len(model.max_model_len)
-        self.tokenizer = Tokenizer.load(self.tokenizer_path, chat_template=model.chat_template)
+        if random_weights is None:
+            self.tokenizer = Tokenizer.load(self.tokenizer_path, chat_template=model.chat_template)
+        else:
+            self.tokenizer = Tokenizer.of_numbers(self.config.vocab_size)
 
     def _max_model_len(self, asked: int | None) -> int:
         most = self.config.max_position_embeddings
@@ -116,7 +139,7 @@ class Model:
         depth = 2 if isinstance(self._device, Cuda) else 1
         return Engine(runner(settings), settings=settings, eos_token_ids=eos, stream_factory=self._stream, depth=depth)
 
-    def _ops(self) -> Ops:
+    def _ops(self) -> DeviceOps:
         """The kernels of this device."""
         if isinstance(self._device, Cuda):
             from batchgen_kernels import gpu
@@ -174,7 +197,7 @@ class Model:
             )
 
         if isinstance(self._device, Cuda):
-            step = self._device.peak_of(lambda: largest_step(settings(SMALLEST_POOL)))
+            step = self._peak_of_step(self._device, lambda: largest_step(settings(SMALLEST_POOL)))
             graphs = step * max_num_seqs // max_batch_tokens + GRAPHS_BYTES
             beside = step + graphs + int(self._device.total_bytes * GPU_LEFT_FREE)
         else:
@@ -211,6 +234,15 @@ class Model:
                 f"{what}; give it more, or {lower}"
             )
         return settings(num_blocks)
+
+    def _peak_of_step(self, device: Cuda, step: Callable[[], None]) -> int:
+        try:
+            return device.peak_of(step)
+        except OutOfMemoryStep as error:
+            raise ConfigError(
+                f"engine.max_batch_tokens, engine.max_num_seqs: the largest step does not fit into the memory of the "
+                f"{device.name} beside the weights; lower them ({error})"
+            ) from None
 
     def _step_sizes(self) -> tuple[int, int]:
         """max_num_seqs and max_batch_tokens."""
@@ -324,23 +356,26 @@ def open_device(asked: str) -> Cpu | Cuda:
 
 def make_backend(spec: EngineSpec, device: Cpu | Cuda, ops: Ops) -> AttentionBackend:
     """The attention backend asked for; `auto` is Triton on a GPU, on a CPU the native one where it was built."""
-    size = {} if spec.block_size == "auto" else {"block_size": spec.block_size}
+    kind = spec.attention
     if isinstance(device, Cuda):
-        if spec.attention == "cpu":
+        if kind == "cpu":
             raise ConfigError("engine.attention: cpu, but the model runs on a GPU; expected auto, triton or reference")
-        if spec.attention == "reference":
-            device.captures = False  # it waits for the device
-            return ReferenceBackend(**size, device=device.torch_device)
-        from batchgen.attention.triton import TritonAttention
-
-        return TritonAttention(device, **size)
-    if spec.attention == "triton":
+        kind = "triton" if kind == "auto" else kind
+    elif kind == "triton":
         raise ConfigError("engine.attention: triton needs a GPU; expected auto, cpu or reference")
-    if spec.attention == "reference" or (spec.attention == "auto" and not isinstance(ops, native.Ops)):
-        return ReferenceBackend(**size)
-    if not isinstance(ops, native.Ops):
-        raise ModelError("engine.attention: cpu needs the native CPU kernels, which were not built at install")
-    return CpuAttention(ops, **size)
+    elif kind == "auto":
+        kind = "cpu" if isinstance(ops, native.Ops) else "reference"
+    block_size = BLOCK_SIZES[kind] if spec.block_size == "auto" else spec.block_size
+    if kind == "reference":
+        device.captures = False  # it waits for the device, which no graph can
+        return ReferenceBackend(block_size, device.torch_device)
+    if kind == "cpu":
+        if not isinstance(ops, native.Ops):
+            raise ModelError("engine.attention: cpu needs the native CPU kernels, which were not built at install")
+        return CpuAttention(ops, block_size)
+    from batchgen.attention.triton import TritonAttention
+
+    return TritonAttention(device, block_size)
 
 
 def resolve_dtype(asked: str, stored: str, *, on_gpu: bool) -> str:

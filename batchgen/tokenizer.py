@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from batchgen import templates
 from batchgen.errors import ConfigError, InvalidRow, ModelError
@@ -72,6 +74,13 @@ class Tokenizer:
         path = Path(path)
         parts = _from_folder(path) if path.is_dir() else _from_gguf(path)
         return cls(parts, chat_template=None if chat_template is None else _template_text(chat_template))
+
+    @classmethod
+    def of_numbers(cls, vocab_size: int) -> Tokenizer:
+        """For a model that comes without one: token 17 is the word "17"."""
+        rust = RustTokenizer(WordLevel({str(number): number for number in range(vocab_size)}))
+        rust.pre_tokenizer = WhitespaceSplit()
+        return cls(_Parts(rust, {}, {}, frozenset(), f"numbers below {vocab_size}"))
 
     def fingerprint(self) -> str:
         """SHA-256 in hex of everything that decides which ids a text gets: a resumed job needs the same."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")  # read where a kernel is defined: its tests run on CPU tensors
-
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read where a kernel is defined: its tests run on CPU tensors
 
 import pytest
 

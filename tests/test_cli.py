@@ -232,6 +232,10 @@ def test_the_keyboard_interrupts(call: Any, jobs: Any, job: Path) -> None:
         ["no-such-command"],
         ["bench", "no-such-bench"],
         ["bench", "engine"],
+        ["bench", "engine", "--model", "PATH", "--config", "qwen3-0.6b", "--random-weights"],
+        ["bench", "engine", "--config", "qwen3-0.6b"],
+        ["bench", "engine", "--model", "PATH", "--random-weights"],
+        ["bench", "engine", "--random-weights"],
         ["status", "FOLDER", "--param", "A=1"],
     ],
 )
@@ -563,6 +567,11 @@ def test_bench_engine_hands_its_settings_on(call: Any, monkeypatch: pytest.Monke
     assert result.code == 78 and "did you mean dtype?" in result.err
     assert call(*command, "--set", "sampling.temperature=1").code == 64  # nothing that would be ignored
     assert len(asked) == 1
+    assert options["random_weights"] is None
+    call("bench", "engine", "--config", "qwen3-0.6b", "--random-weights", "--set", "engine.max_num_seqs=4")
+    assert asked[1]["model"].path == "qwen3-0.6b" and asked[1]["random_weights"]["hidden_size"] == 1024
+    result = call("bench", "engine", "--config", "qwen4", "--random-weights")
+    assert result.code == 69 and "smollm2-135m, qwen3-0.6b, llama-3.1-8b, or a file.json" in result.err
 
 
 def test_bench_data_hands_its_workload_on(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import torch
 from batchgen_kernels import cpu as native
 from batchgen_kernels import reference as ops
 from batchgen_kernels.cpu.items import Items
+from late import LateDevice
 from simulated import EOS, Letters, SimulatedRunner, check, make
 from test_scheduler import request as simulated_request
 from tiny import tiny_model
@@ -21,11 +22,12 @@ from transformers import PreTrainedModel
 from batchgen.attention.base import AttentionBackend
 from batchgen.attention.cpu import CpuAttention
 from batchgen.attention.reference import ReferenceBackend
+from batchgen.device import Device
 from batchgen.engine import forecast
 from batchgen.engine.engine import Engine
 from batchgen.engine.runner import Runner
 from batchgen.engine.step import EngineSettings
-from batchgen.errors import BatchgenError
+from batchgen.errors import BatchgenError, Interrupted
 from batchgen.models import registry
 from batchgen.models.decoder import Decoder
 from batchgen.types import Completion, Request, RowKey, SamplingParams
@@ -50,6 +52,7 @@ class Model:
         depth: int = 1,
         vocab_limit: int = VOCAB,
         backend: AttentionBackend | None = None,
+        device: Device | None = None,
         **settings: object,
     ) -> tuple[Engine, Decoder]:
         sizes = {"max_num_seqs": 64, "max_batch_tokens": 512, "num_blocks": 512, "max_model_len": 128, **settings}
@@ -59,7 +62,7 @@ class Model:
             self._checkpoint, dtype=torch.float32, backend=backend, max_model_len=resolved.max_model_len, ops=ops
         )
         backend.allocate(decoder.config.layers, resolved.num_blocks, torch.float32)
-        runner = Runner(decoder, backend, resolved, ops=ops, vocab_limit=vocab_limit)
+        runner = Runner(decoder, backend, resolved, ops=ops, vocab_limit=vocab_limit, device=device)
         return Engine(runner, settings=resolved, eos_token_ids={END}, stream_factory=Letters, depth=depth), decoder
 
     def generate(self, prompt: np.ndarray) -> list[int]:
@@ -265,6 +268,52 @@ def test_running_out_of_memory_costs_time_but_no_row(
         done = run(engine, [row(number, prompt) for number, prompt in enumerate(prompts)])
     assert [done[number, 0].token_ids.tolist() for number in range(NUM_ROWS)] == greedy
     assert max(sizes) > 50
+
+
+def test_the_host_prepares_a_step_while_the_device_is_at_another(
+    model: Model, prompts: list[np.ndarray], greedy: list[list[int]]
+) -> None:
+    device = LateDevice()
+    engine, _ = model.engine(depth=2, device=device, num_blocks=60)
+    done = run(engine, [row(number, prompt) for number, prompt in enumerate(prompts)])
+    assert [done[number, 0].token_ids.tolist() for number in range(NUM_ROWS)] == greedy
+    assert engine.stats().preemptions > 0
+    place = {event: index for index, event in enumerate(device.events)}
+    steps = len(place) // 2
+    late = sum(place["begun", step + 1] < place["waited", step] for step in range(steps - 1))
+    assert late > 0.9 * steps, "steps were waited for before the next one was begun"
+
+
+@pytest.mark.parametrize("part", ["submit", "sample", "collect"])
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        ("CUDA error: unspecified launch failure\nCUDA kernel errors might be", Interrupted),
+        ("CUDA error: uncorrectable ECC error encountered", Interrupted),
+        ("HIP error: the operation cannot be performed in the present state", Interrupted),
+        ("CUDA error: an illegal memory access was encountered", BatchgenError),
+    ],
+)
+def test_a_device_that_dies_is_told_from_a_bug(
+    model: Model, prompts: list[np.ndarray], part: str, message: str, kind: type[BatchgenError]
+) -> None:
+    device = LateDevice()
+    engine, decoder = model.engine(device=device)
+
+    def fails(*given: Any) -> Any:
+        raise RuntimeError(message)
+
+    def begins(*given: Any) -> Any:
+        return fails
+
+    engine.add(row(0, prompts[0]))
+    where = {"submit": (decoder, "forward", fails), "sample": (decoder, "logits", fails)}
+    with patch.object(*where.get(part, (device, "download", begins))), pytest.raises(BatchgenError) as error:
+        engine.step()
+    assert type(error.value) is kind and message.splitlines()[0] in str(error.value)
+    assert error.value.exit_code == (75 if kind is Interrupted else 70)
+    if isinstance(error.value, Interrupted):
+        assert error.value.reason == "device"
 
 
 def test_other_errors_of_the_device_are_not_taken_for_a_lack_of_memory(model: Model, prompts: list[np.ndarray]) -> None:

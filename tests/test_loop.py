@@ -121,6 +121,27 @@ def test_an_engine_that_gets_nowhere_is_ended_with_its_work_saved(
     assert [row["id"] for row in results(a_job)] == [f"k{i}" for i in range(100)]
 
 
+class Dying(FakeEngine):
+    """Answers some rows, then its GPU is gone."""
+
+    steps = 0
+
+    def step(self) -> list[Completion]:
+        self.steps += 1
+        if self.steps > 3:
+            raise Interrupted("the GPU was lost", reason="device")
+        return super().step()
+
+
+def test_a_lost_device_ends_the_start_with_its_work_saved(tmp_path: Path, model_folder: Path) -> None:
+    a_job = job_of(tmp_path, write_rows(tmp_path / "in", 100), checkpoint__interval="1h")
+    with pytest.raises(Interrupted, match="the GPU was lost"):
+        start(a_job, FakeModel(model_folder, Dying(pace=2)))
+    again = FakeEngine()
+    assert start(a_job, FakeModel(model_folder, again))["rows"] == 100
+    assert again.resumed, "tokens of rows in flight were not saved"
+
+
 def test_a_spot_notice_drains(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a_job = job_of(tmp_path, write_rows(tmp_path / "in", 400))
     monkeypatch.setattr(job.SpotWatch, "__enter__", lambda self: self)

@@ -41,6 +41,7 @@ class Harness:
         quantization: str | None = None,
         max_model_len: int = 256,
         num_blocks: int = 128,
+        readers: int = 1,
     ) -> None:
         backend = ReferenceBackend(BLOCK_SIZE)
         self.decoder: Decoder = registry.build(
@@ -50,6 +51,7 @@ class Harness:
             backend=backend,
             max_model_len=max_model_len,
             ops=ops,
+            readers=readers,
         )
         backend.allocate(self.decoder.config.layers, num_blocks, dtype)
         self.free = random.Random(0).sample(range(num_blocks), num_blocks)
@@ -155,6 +157,20 @@ def test_last_layer_computes_sampled_rows_only_and_gets_the_same_logits(tmp_path
         all_rows, last_rows = every.step(chunks), sampled.step(chunks, sample=True, padding=2)
         for number in texts:
             torch.testing.assert_close(last_rows[number][0], all_rows[number][-1], atol=1e-5, rtol=0)
+
+
+def test_files_can_be_read_side_by_side(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path, max_shard_size="50KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 5
+    tokens = sequences(model.config.vocab_size, 30)[0]
+    logits = Harness(tmp_path, readers=4).step({0: tokens})[0]
+    torch.testing.assert_close(logits, reference_logits(model, tokens), atol=1e-4, rtol=0)
+    (shard,) = [path for path in tmp_path.glob("*.safetensors") if "00003-of" in path.name]
+    tensors = load_file(shard)
+    name = next(iter(tensors))
+    save_file({**tensors, name: torch.zeros(3)}, shard)
+    with pytest.raises(ModelError, match=f"tensor {name} has shape"):
+        Harness(tmp_path, readers=4)
 
 
 def test_a_step_that_samples_nothing_still_writes_the_cache(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
@@ -57,6 +56,8 @@ def tiny_gguf(
 
     Matrices become `quantization`, vectors float32. `metadata` is added under the architecture's prefix.
     """
+    import gguf  # not on every machine where the other models are made
+
     config, arch = model.config, model.config.model_type
     writer = gguf.GGUFWriter(path, arch)
     writer.add_context_length(config.max_position_embeddings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +38,7 @@ class DecodeGraphs:
         self._device, self._backend, self._forward = device, backend, forward
         self._buckets = buckets(max_rows)
         self._graphs: dict[int, _Graph] = {}
+        self._step: AttentionMetadata | None = None  # of the newest run
 
     def run(
         self,
@@ -55,13 +57,16 @@ class DecodeGraphs:
         else:
             target = graph.inputs
         self._device.upload(padded.reshape(-1), target)
-        step = metadata(target[2 * bucket :])
-        self._backend.prepare(step, capacity=bucket)
+        self._step = metadata(target[2 * bucket :])
+        self._backend.prepare(self._step, capacity=bucket)
         if graph is None:
-            work = target.view(3, bucket)
-            graph = _Graph(self._device.capture(lambda: self._forward(work, step)), target)
+            graph = _Graph(self._device.capture(partial(self._work, target.view(3, bucket))), target)
             self._graphs[bucket] = graph
         return graph.replay()[:num_rows]
+
+    def _work(self, inputs: torch.Tensor) -> torch.Tensor:
+        assert self._step is not None
+        return self._forward(inputs, self._step)
 
 
 def buckets(max_rows: int) -> list[int]:

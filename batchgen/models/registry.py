@@ -13,8 +13,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from batchgen_kernels import reference
 
 from batchgen.attention.base import AttentionBackend
+from batchgen.attention.reference import ReferenceBackend
 from batchgen.errors import ModelError
 from batchgen.models.config import KVSpec, ModelConfig, RopeConfig
 from batchgen.models.decoder import Decoder
@@ -298,6 +300,14 @@ def build(
         if head_name in stored:
             _compare_tied(checkpoint, head_name, names["embedding"], decoder.embedding)
     return decoder
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a checkpoint with this configuration has; nothing is allocated."""
+    bare = replace(config, ropes=())  # their tables would be computed, for which torch imports for seconds
+    with torch.device("meta"):
+        decoder = Decoder(bare, dtype=torch.float32, backend=ReferenceBackend(), max_model_len=1, ops=reference)
+    return {name: place.shape for name, place in _places(decoder, FAMILIES[config.architecture].names)}
 
 
 def _load(

@@ -363,6 +363,8 @@ def _rank(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]
 
 def _likeliest(logits: torch.Tensor, width: int) -> torch.Tensor:
     """As `_rank`, but the last ones are those of the lowest ids -> (num_rows, width)."""
+    if not width:
+        return torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
     values, ids = _rank(logits, width)
     tied = (logits >= values[:, -1:]).sum(dim=1) > width
     if tied.any():
@@ -476,7 +478,7 @@ def int8_linear(
     Groups are summed up in whole numbers, which float32 holds, and added in float32. A row with NaN or infinity in it
     comes out NaN.
     """
-    channels, out = weight.unpack().float(), torch.zeros(x.shape[0], weight.out_features)
+    channels, out = weight.unpack().float(), x.new_zeros(x.shape[0], weight.out_features, dtype=torch.float32)
     for inputs, weights in zip(x.split(GROUP, dim=1), channels.split(GROUP, dim=1), strict=True):
         quantized, scales = quantize(inputs)
         out += quantized.float() @ weights.T * scales[:, None]
@@ -500,3 +502,66 @@ def float_linear(
     if wide:
         return F.linear(x.float(), weight.unpack().float(), None if bias is None else bias.float())
     return F.linear(x, weight.unpack(), bias)
+
+
+class SortedTokens(NamedTuple):
+    """The assignments of tokens to experts, ordered by expert, each expert's padded to whole tiles, then those to none.
+
+    Assignment t * top_k + k is the k-th of token t. There is room for the most tiles there can be.
+    """
+
+    order: torch.Tensor  # (num_tiles * tile,) int32: assignments; -1 is padding
+    tile_experts: torch.Tensor  # (num_tiles,) int32; -1 for tiles of none, then for those not in use
+    num_tokens: int
+    top_k: int
+
+
+def num_tiles(num_assignments: int, num_experts: int, tile: int) -> int:
+    """The most tiles that this many assignments can take, however they fall."""
+    used = min(num_experts + 1, num_assignments)  # and those to none
+    return max((num_assignments + used * (tile - 1)) // tile, 1)
+
+
+def sort_tokens(
+    expert_ids: torch.Tensor,  # (num_tokens, top_k) int32 or int64; -1 is no assignment
+    num_experts: int,
+    tile: int,
+) -> SortedTokens:
+    """Assignments by expert, then those to none, in the order they came, each expert's padded to whole tiles."""
+    flat = expert_ids.flatten()
+    most = num_tiles(len(flat), num_experts, tile)
+    order = torch.full((most, tile), -1, dtype=torch.int32)
+    tile_experts = torch.full((most,), -1, dtype=torch.int32)
+    end = 0
+    for expert in (*range(num_experts), -1):
+        for rows in (flat == expert).nonzero()[:, 0].split(tile):
+            if len(rows):
+                order[end, : len(rows)], tile_experts[end], end = rows.int(), expert, end + 1
+    num_tokens, top_k = expert_ids.shape
+    return SortedTokens(order.flatten(), tile_experts, num_tokens, top_k)
+
+
+def grouped_linear(
+    x: torch.Tensor,  # (num_tokens, in_features), or (num_tokens * top_k, in_features): a row of each assignment
+    weight: torch.Tensor,  # (num_experts, out_features, in_features)
+    tokens: SortedTokens,
+    bias: torch.Tensor | None = None,  # (num_experts, out_features)
+    weights: torch.Tensor | None = None,  # (num_tokens, top_k): what the router gives an assignment
+) -> torch.Tensor:
+    """x W^T + b by each assignment's expert, in float32, zero where it has none -> (num_tokens * top_k, out_features).
+
+    With `weights`, an assignment's result is multiplied by its weight, and a token's are added up ->
+    (num_tokens, out_features).
+    """
+    order, tile_experts, num_tokens, top_k = tokens
+    shared = top_k if len(x) == num_tokens else 1
+    out = torch.zeros(num_tokens * top_k, weight.shape[1])
+    for expert, padded in zip(tile_experts.tolist(), order.view(len(tile_experts), -1), strict=True):
+        if expert >= 0:
+            rows = padded[padded >= 0].long()
+            out[rows] = F.linear(x[rows // shared].float(), weight[expert].float())
+            if bias is not None:
+                out[rows] += bias[expert].float()
+    if weights is None:
+        return out.to(x.dtype)
+    return (out.unflatten(0, (num_tokens, top_k)) * weights.float()[:, :, None]).to(x.dtype).sum(dim=1)

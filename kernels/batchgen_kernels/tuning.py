@@ -104,6 +104,76 @@ TABLE: dict[str, dict[tuple[str, tuple[int, int]], Config]] = {
         ("sm_100", (3, 6)): Config({"COLUMNS": 1024}),
         ("gfx942", (3, 6)): Config({"COLUMNS": 1024}),
     },
+    "keyed_gumbel": {
+        ("", (3, 6)): Config({"BLOCK": 8192}),
+        ("sm_80", (3, 6)): Config({"BLOCK": 1024}),
+        ("sm_90", (3, 6)): Config({"BLOCK": 1024}),
+        ("sm_100", (3, 6)): Config({"BLOCK": 1024}),
+        ("gfx942", (3, 6)): Config({"BLOCK": 1024}),
+    },
+    # SPLIT tokens of a row are a program's, BLOCK of them at a time; a search keeps KEPT tokens at hand.
+    "sample/scan": {
+        ("", (3, 6)): Config({"SPLIT": 32768, "BLOCK": 8192}),
+        ("sm_80", (3, 6)): Config({"SPLIT": 8192, "BLOCK": 2048}),
+        ("sm_90", (3, 6)): Config({"SPLIT": 8192, "BLOCK": 2048}),
+        ("sm_100", (3, 6)): Config({"SPLIT": 8192, "BLOCK": 2048}),
+        ("gfx942", (3, 6)): Config({"SPLIT": 8192, "BLOCK": 2048}),
+    },
+    "sample/limit": {
+        ("", (3, 6)): Config({"BLOCK": 8192, "KEPT": 1024}),
+        ("sm_80", (3, 6)): Config({"BLOCK": 4096, "KEPT": 2048}, num_warps=16),
+        ("sm_90", (3, 6)): Config({"BLOCK": 4096, "KEPT": 2048}, num_warps=16),
+        ("sm_100", (3, 6)): Config({"BLOCK": 4096, "KEPT": 2048}, num_warps=16),
+        ("gfx942", (3, 6)): Config({"BLOCK": 4096, "KEPT": 2048}, num_warps=16),
+    },
+    "sample/draw": {
+        ("", (3, 6)): Config({"SPLIT": 32768, "BLOCK": 8192}),
+        ("sm_80", (3, 6)): Config({"SPLIT": 8192, "BLOCK": 1024}),
+        ("sm_90", (3, 6)): Config({"SPLIT": 8192, "BLOCK": 1024}),
+        ("sm_100", (3, 6)): Config({"SPLIT": 8192, "BLOCK": 1024}),
+        ("gfx942", (3, 6)): Config({"SPLIT": 8192, "BLOCK": 1024}),
+    },
+    "sample/likeliest": {
+        ("", (3, 6)): Config({"PART": 8192}),
+        ("sm_80", (3, 6)): Config({"PART": 4096}, num_warps=8),
+        ("sm_90", (3, 6)): Config({"PART": 4096}, num_warps=8),
+        ("sm_100", (3, 6)): Config({"PART": 4096}, num_warps=8),
+        ("gfx942", (3, 6)): Config({"PART": 4096}, num_warps=8),
+    },
+    "sample/penalise": {
+        ("", (3, 6)): Config({"BLOCK": 64}),
+        ("sm_80", (3, 6)): Config({"BLOCK": 512}),
+        ("sm_90", (3, 6)): Config({"BLOCK": 512}),
+        ("sm_100", (3, 6)): Config({"BLOCK": 512}),
+        ("gfx942", (3, 6)): Config({"BLOCK": 512}),
+    },
+    "sample/bias": {
+        ("", (3, 6)): Config({"BLOCK": 64}),
+        ("sm_80", (3, 6)): Config({"BLOCK": 512}),
+        ("sm_90", (3, 6)): Config({"BLOCK": 512}),
+        ("sm_100", (3, 6)): Config({"BLOCK": 512}),
+        ("gfx942", (3, 6)): Config({"BLOCK": 512}),
+    },
+    # Experts.
+    "sort_tokens": {
+        ("", (3, 0)): Config({"ASSIGNMENTS": 64}, num_warps=4, num_stages=1),
+    },
+    "grouped_linear/16": {
+        ("", (3, 0)): Config({"COLUMNS": 128, "INNER": 64, "BAND": 8}, num_warps=4, num_stages=4),
+        ("gfx942", (3, 0)): Config({"COLUMNS": 128, "INNER": 64, "BAND": 8}, num_warps=4, num_stages=2),
+    },
+    "grouped_linear/64": {
+        ("", (3, 0)): Config({"COLUMNS": 128, "INNER": 64, "BAND": 8}, num_warps=4, num_stages=4),
+        ("gfx942", (3, 0)): Config({"COLUMNS": 128, "INNER": 64, "BAND": 8}, num_warps=4, num_stages=2),
+    },
+    "grouped_linear/128": {
+        ("", (3, 0)): Config({"COLUMNS": 128, "INNER": 64, "BAND": 8}, num_warps=8, num_stages=3),
+        ("sm_90", (3, 0)): Config({"COLUMNS": 256, "INNER": 64, "BAND": 8}, num_warps=8, num_stages=4),
+        ("gfx942", (3, 0)): Config({"COLUMNS": 128, "INNER": 64, "BAND": 8}, num_warps=8, num_stages=2),
+    },
+    "grouped_linear/float32": {
+        ("", (3, 0)): Config({"COLUMNS": 32, "INNER": 32, "BAND": 8}, num_warps=8, num_stages=2),
+    },
 }
 
 
