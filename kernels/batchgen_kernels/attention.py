@@ -147,7 +147,8 @@ def _paged_attention_kernel(
             query_token_stride, query_head_stride, table_stride, scale, soft_cap, value_scale,
             WITH_CAP, WINDOW, GROUP, NUM_HEADS, KEY_DIM, VALUE_DIM, BLOCK_SIZE, SMALL, KEYS, False,
         )  # fmt: skip
-    if LARGE > 0:  # noqa: SIM102: known when it is compiled, the other when it runs
+    # The first is known when it is compiled, the second when it runs.
+    if LARGE > 0:  # noqa: SIM102
         if count > SMALL // GROUP:
             _attend(
                 query, pool, out, table, item, entries, sinks, parts, part_lses,

@@ -28,6 +28,7 @@ LARGE_COST = 2  # of a key to a large tile, where it is 1 to a small one
 
 IntArray = npt.NDArray[np.int32]
 LongArray = npt.NDArray[np.int64]
+Array = npt.NDArray[np.integer[Any]]
 
 
 class Room(NamedTuple):
@@ -68,11 +69,11 @@ class Work:
 class _Tiles(NamedTuple):
     """Tiles of rows, each over a range of keys. All (num_tiles,)."""
 
-    rows: npt.NDArray[np.integer[Any]]  # of the block table
-    firsts: LongArray  # entries
-    counts: LongArray
-    begins: LongArray  # keys
-    ends: LongArray
+    rows: Array  # of the block table
+    firsts: Array  # entries
+    counts: Array
+    begins: Array  # keys
+    ends: Array
 
 
 def plan(

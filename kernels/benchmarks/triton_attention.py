@@ -61,7 +61,7 @@ def bench(
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     config = attention.launch_config(*heads, kv_dtype, decode=decode)
 
-    def run(share: bool) -> None:
+    def prepared(share: bool) -> work.Work:
         plan = work.plan(
             starts,
             context,
@@ -77,9 +77,11 @@ def bench(
             max_parts=MAX_PARTS,
             share=share,
         )
-        packed = torch.from_numpy(work.pack([plan], [plan.room])).pin_memory().cuda(non_blocking=True)
-        (sections,) = work.unpack(packed, [plan.room])
-        made = work.Work(*sections, parts, part_lses, plan.with_large, 8 * multiprocessors if len(plan.merged) else 0)
+        (sections,) = work.unpack(torch.from_numpy(work.pack([plan], [plan.room])).cuda(), [plan.room])
+        merges = 8 * multiprocessors if len(plan.merged) else 0
+        return work.Work(*sections, parts, part_lses, plan.with_large, merges)
+
+    def run(made: work.Work) -> None:
         for pool in pools:
             attention.paged_attention(
                 *(query, pool, device_table, made),
@@ -91,11 +93,11 @@ def bench(
 
     pairs = sum(sum(range(c - n + 1, c + 1)) for n, c in zip(lengths, contexts, strict=True))
     num_bytes = sum(contexts) * shape.num_kv_heads * 2 * shape.head_dim * kv_dtype.itemsize
-    runs = {"triton": partial(run, True)}
+    runs = {"triton": partial(run, prepared(True))}
     if shared:
-        runs = {"triton, shared": partial(run, True), "triton, each alone": partial(run, False)}
-    flops = 4 * pairs * shape.num_heads * shape.head_dim
-    report("attention", f"{shape.name}: {case}", runs, num_bytes=num_bytes, flops=flops, calls=num_layers)
+        runs = {"triton, shared": runs["triton"], "triton, each alone": partial(run, prepared(False))}
+    flops, calls = 4 * pairs * shape.num_heads * shape.head_dim, {"calls": num_layers, "device": "cuda"}
+    report("attention", f"{shape.name}: {case}", runs, num_bytes=num_bytes, flops=flops, **calls)
 
 
 def main() -> None:

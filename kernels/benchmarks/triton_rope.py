@@ -30,7 +30,7 @@ def main() -> None:
             # query and key are read and written, the value read, key and value written to the pool
             heads = 2 * num_heads + 5 * NUM_KV_HEADS
             num_bytes = tokens * (heads * HEAD_DIM * dtype.itemsize + 4 * HEAD_DIM)
-            report("rope_and_write", f"{tokens} tokens of {num_heads} heads", runs, num_bytes=num_bytes)
+            report("rope_and_write", f"{tokens} tokens of {num_heads} heads", runs, num_bytes=num_bytes, device="cuda")
 
 
 if __name__ == "__main__":
