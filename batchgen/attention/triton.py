@@ -89,7 +89,9 @@ class TritonAttention:
         decode = int(metadata.query_starts[-1]) == len(metadata.slots)
         assert decode or capacity is None
         kinds = list(dict.fromkeys(launch.kind for launch in self._launches[decode]))
-        targets = [self._device.num_multiprocessors * ITEMS_PER_MULTIPROCESSOR // kind.num_kv_heads + 1 for kind in kinds]
+        targets = [
+            self._device.num_multiprocessors * ITEMS_PER_MULTIPROCESSOR // kind.num_kv_heads + 1 for kind in kinds
+        ]
         rooms = [None if capacity is None else work.room_of(capacity, target) for target in targets]
         plans = [
             work.plan(

@@ -4,7 +4,7 @@ The work is planned on the host (work.py). Each program takes one item: the quer
 over a range of keys. What is the only item of its tokens writes their output; otherwise it leaves a part, normalised
 and with its log-sum-exp, and a second kernel weighs the parts of a token.
 
-A layer's KV pool has for each block and KV head the keys (block_size, key_dim), then the values (block_size, value_dim).
+A layer's KV pool holds for each block and KV head keys (block_size, key_dim), then values (block_size, value_dim).
 """
 
 from __future__ import annotations
@@ -147,7 +147,8 @@ def _paged_attention_kernel(
             query_token_stride, query_head_stride, table_stride, scale, soft_cap, value_scale,
             WITH_CAP, WINDOW, GROUP, NUM_HEADS, KEY_DIM, VALUE_DIM, BLOCK_SIZE, SMALL, KEYS, False,
         )  # fmt: skip
-    if LARGE > 0:
+    # The first is known when it is compiled, the second when it runs.
+    if LARGE > 0:  # noqa: SIM102
         if count > SMALL // GROUP:
             _attend(
                 query, pool, out, table, item, entries, sinks, parts, part_lses,

@@ -14,7 +14,7 @@ IntArray = npt.NDArray[np.int32]
 
 def find_prefixes(
     block_table: IntArray,  # (num_slots, max_blocks)
-    tiles: npt.NDArray[np.int64],  # (num_rows,) tiles of each row's keys that may be shared
+    tiles: npt.NDArray[np.integer[Any]],  # (num_rows,) tiles of each row's keys that may be shared
     blocks_per_tile: int,
     *,
     slots: npt.NDArray[np.integer[Any]],  # (num_rows,) the rows' places in the block table

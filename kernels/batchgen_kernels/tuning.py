@@ -41,7 +41,7 @@ TABLE: dict[str, dict[tuple[str, tuple[int, int]], Config]] = {
     "paged_attention/256": {
         ("", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=2),
         ("sm_80", (3, 0)): Config({"small": 16, "large": 64, "keys": 32}, num_warps=8, num_stages=2),
-        ("sm_90", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=8, num_stages=2),
+        ("sm_90", (3, 0)): Config({"small": 16, "large": 64, "keys": 32}, num_warps=8, num_stages=3),
         ("sm_100", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=8, num_stages=2),
         ("gfx942", (3, 0)): Config({"small": 16, "large": 64, "keys": 32}, num_warps=4, num_stages=1),
     },
@@ -52,7 +52,8 @@ TABLE: dict[str, dict[tuple[str, tuple[int, int]], Config]] = {
     },
     "paged_decode/128": {
         ("", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=2),
-        ("sm_80", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=5),
+        ("sm_80", (3, 0)): Config({"small": 16, "large": 64, "keys": 32}, num_warps=4, num_stages=5),
+        ("sm_90", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=5),
         ("gfx942", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=1),
     },
     "paged_decode/256": {

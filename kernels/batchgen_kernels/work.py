@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ LARGE_COST = 2  # of a key to a large tile, where it is 1 to a small one
 
 IntArray = npt.NDArray[np.int32]
 LongArray = npt.NDArray[np.int64]
+Array = npt.NDArray[np.integer[Any]]
 
 
 class Room(NamedTuple):
@@ -68,11 +69,11 @@ class Work:
 class _Tiles(NamedTuple):
     """Tiles of rows, each over a range of keys. All (num_tiles,)."""
 
-    rows: LongArray  # of the block table
-    firsts: LongArray  # entries
-    counts: LongArray
-    begins: LongArray  # keys
-    ends: LongArray
+    rows: Array  # of the block table
+    firsts: Array  # entries
+    counts: Array
+    begins: Array  # keys
+    ends: Array
 
 
 def plan(
@@ -174,7 +175,7 @@ def plan(
 def _entries(
     query_starts: IntArray, lengths: LongArray, past: LongArray, order: LongArray, num_tokens: int
 ) -> tuple[IntArray, LongArray]:
-    """Entries of all tokens, the sequences in this order, and the place of each sequence's first one, and of the end."""
+    """Entries of all tokens, the sequences in this order, and the place of each one's first token, and the end."""
     places = np.zeros(len(order) + 1, np.int64)
     np.cumsum(lengths, out=places[1:])
     num_live = places[-1]
@@ -208,9 +209,7 @@ def _own_tiles(
     return _Tiles(slots[sequence], firsts, counts, tile_begins, entries[firsts + counts - 1, 1].astype(np.int64))
 
 
-def _prefix_tiles(
-    places: LongArray, slots: IntArray, prefixes: LongArray, per_large: int
-) -> tuple[_Tiles, LongArray]:
+def _prefix_tiles(places: LongArray, slots: IntArray, prefixes: LongArray, per_large: int) -> tuple[_Tiles, LongArray]:
     """And the first tile of each prefix, and the end."""
     left, right, begins, ends, _ = prefixes.T
     num_entries = places[right] - places[left]

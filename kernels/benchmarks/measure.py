@@ -23,33 +23,73 @@ def parse() -> tuple[cpu.Ops, torch.dtype]:
     return (ops.with_isa(given.isa) if given.isa else ops), getattr(torch, given.dtype)
 
 
-def seconds(run: Callable[[], object], budget: float = 0.5, most: int = 200) -> float:
+def parse_gpu() -> torch.dtype:
+    """The command line of benchmarks that need a GPU."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    given = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a GPU")
+    return getattr(torch, given.dtype)
+
+
+def seconds(run: Callable[[], object], budget: float = 0.5, most: int = 200, device: str = "cpu") -> float:
     """The shortest of as many runs as fit the budget, at least 3, after one to warm up."""
-    run()
+    once = _on_gpu if device == "cuda" else _on_cpu
+    once(run)
     times: list[float] = []
     while len(times) < 3 or (sum(times) < budget and len(times) < most):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
+        times.append(once(run))
     return min(times)
 
 
+def _on_cpu(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def _on_gpu(run: Callable[[], object]) -> float:
+    """Between two points of the stream: what the host does before the first launch counts as well."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
 def report(
-    op: str, case: str, runs: Mapping[str, Callable[[], object]], *, num_bytes: float, flops: float = 0, calls: int = 1
+    op: str,
+    case: str,
+    runs: Mapping[str, Callable[[], object]],
+    *,
+    num_bytes: float,
+    flops: float = 0,
+    calls: int = 1,
+    device: str = "cpu",
 ) -> None:
     """Print a line per implementation; a run is `calls` calls, which move `num_bytes` and compute `flops` each."""
     for name, run in runs.items():
-        taken = seconds(run) / calls
-        line = {"op": op, "case": case, "by": name, "threads": torch.get_num_threads(), "ms": round(taken * 1e3, 4)}
+        taken = seconds(run, device=device) / calls
+        line: dict[str, object] = {"op": op, "case": case, "by": name}
+        if device == "cuda":
+            line["device"] = torch.cuda.get_device_name()
+        else:
+            line["threads"] = torch.get_num_threads()
+        line["ms"] = round(taken * 1e3, 4)
         line["GB/s"] = round(num_bytes / taken / 1e9, 1)
         if flops:
             line["GFLOP/s"] = round(flops / taken / 1e9, 1)
         print(json.dumps(line), flush=True)
 
 
-def report_machine(dtype: torch.dtype) -> None:
+def report_machine(dtype: torch.dtype, device: str = "cpu") -> None:
     """What there is to be had: the rate of a large matmul, and of reading memory."""
-    a, b = torch.randn(2048, 2048).to(dtype), torch.randn(2048, 2048).to(dtype)
-    report("machine", "matmul 2048", {"torch": lambda: a @ b}, num_bytes=3 * a.nbytes, flops=2 * 2048**3)
-    large = torch.ones(1 << 28)
-    report("machine", "read 1 GiB", {"torch": large.sum}, num_bytes=large.nbytes)
+    size = 8192 if device == "cuda" else 2048
+    a, b = torch.randn(2, size, size, device=device).to(dtype)
+    flops, on = 2 * size**3, {"device": device}
+    report("machine", f"matmul {size}", {"torch": lambda: a @ b}, num_bytes=3 * a.nbytes, flops=flops, **on)
+    large = torch.ones(1 << 28, device=device)
+    report("machine", "read 1 GiB", {"torch": large.sum}, num_bytes=large.nbytes, **on)

@@ -1,4 +1,4 @@
-"""The Triton attention backend, in the interpreter, against the plain-torch one: write and attend, as models run them."""
+"""The Triton attention backend, in the interpreter, against the plain-torch one, as models use them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,14 @@ from batchgen.models.config import KVSpec
 LAYERS = (KVSpec(6, 2, 32, 0.2), KVSpec(6, 2, 32, 0.2, window=20, soft_cap=4.0), KVSpec(4, 4, 48, 0.1))
 
 
-class Wide(Cpu):
+class Small(Cpu):
+    """Where the tests' tensors are."""
+
+    def __init__(self) -> None:
+        self.torch_device = torch.empty(0).device
+
+
+class Wide(Small):
     """A device for which steps are cut up as on a large GPU."""
 
     num_multiprocessors = 100
@@ -37,7 +44,10 @@ def chunks(
 
 
 def run(
-    backends: tuple[TritonAttention, ReferenceBackend], step: AttentionMetadata, dtype: torch.dtype, written: bool = True
+    backends: tuple[TritonAttention, ReferenceBackend],
+    step: AttentionMetadata,
+    dtype: torch.dtype,
+    written: bool = True,
 ) -> None:
     """All layers of both write and attend alike."""
     tokens = len(step.slot_mapping)
@@ -56,11 +66,13 @@ def run(
 
 @pytest.mark.parametrize(
     ("dtype", "block_size", "device"),
-    [(torch.float32, 16, Cpu()), (torch.float32, 64, Wide()), (torch.float16, 32, Wide()), (torch.float16, 128, Cpu())],
+    [(torch.float32, 16, Small), (torch.float16, 128, Wide)],
 )
-def test_equals_the_reference_backend(dtype: torch.dtype, block_size: int, device: Cpu) -> None:
+def test_equals_the_reference_backend(dtype: torch.dtype, block_size: int, device: type[Small]) -> None:
     torch.manual_seed(0)
-    fast, plain = backends = TritonAttention(device, block_size), ReferenceBackend(block_size)
+    made = device()
+    backends = TritonAttention(made, block_size), ReferenceBackend(block_size, made.torch_device)
+    fast = backends[0]
     for backend in backends:
         backend.allocate(LAYERS, 80, dtype)
     run(backends, chunks(fast, [(0, 0, 60), (2, 0, 3)]), dtype)
@@ -77,7 +89,8 @@ def test_what_was_prepared_for_a_capacity_serves_every_step_of_it(monkeypatch: p
     """As a graph does: it was captured with one step's tensors and runs again after others were prepared."""
     monkeypatch.setattr("batchgen_kernels.work.MIN_TILES_SAVED", 1)
     torch.manual_seed(0)
-    fast, plain = TritonAttention(Wide(), 16), ReferenceBackend(16)
+    device = Wide()
+    fast, plain = TritonAttention(device, 16), ReferenceBackend(16, device.torch_device)
     for backend in (fast, plain):
         backend.allocate(LAYERS, 120, torch.float32)
     prefill = chunks(plain, [(0, 0, 150)])
@@ -109,7 +122,7 @@ def test_what_was_prepared_for_a_capacity_serves_every_step_of_it(monkeypatch: p
 
 
 def test_a_step_is_uploaded_in_one_copy() -> None:
-    class Counting(Cpu):
+    class Counting(Small):
         count = 0
 
         def upload(self, array: Any, into: torch.Tensor | None = None) -> torch.Tensor:
@@ -124,7 +137,7 @@ def test_a_step_is_uploaded_in_one_copy() -> None:
 
 
 def test_copied_block_serves_like_its_source() -> None:
-    backend = TritonAttention(Cpu(), 16)
+    backend = TritonAttention(Small(), 16)
     backend.allocate(LAYERS, 80, torch.float16)
     step = chunks(backend, [(0, 0, 16)])
     for layer, spec in enumerate(LAYERS):
@@ -139,26 +152,26 @@ def test_copied_block_serves_like_its_source() -> None:
 
 
 def test_bytes_of_a_block() -> None:
-    backend = TritonAttention(Cpu(), 16)
+    backend = TritonAttention(Small(), 16)
     assert backend.bytes_per_block(LAYERS, torch.float16) == 2 * 16 * 2 * (2 * 2 * 32 + 4 * 48)
 
 
 def test_what_it_cannot_serve_is_a_model_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ModelError, match="head_dim|key_dim 12: expected a multiple of 8"):
-        TritonAttention(Cpu()).allocate((KVSpec(2, 2, 12, 1.0),), 2, torch.float32)
+    with pytest.raises(ModelError, match="key_dim 12: expected a multiple of 8"):
+        TritonAttention(Small()).allocate((KVSpec(2, 2, 12, 1.0),), 2, torch.float32)
     with pytest.raises(ModelError, match="num_heads 3: expected a multiple of the 2 KV heads"):
-        TritonAttention(Cpu()).bytes_per_block((KVSpec(3, 2, 32, 1.0),), torch.float32)
+        TritonAttention(Small()).bytes_per_block((KVSpec(3, 2, 32, 1.0),), torch.float32)
     with pytest.raises(ModelError, match="block_size 48"):
-        TritonAttention(Cpu(), 48).bytes_per_block(LAYERS, torch.float32)
-    with pytest.raises(ModelError, match="not in torch.int8"):
-        TritonAttention(Cpu()).allocate(LAYERS, 2, torch.int8)
+        TritonAttention(Small(), 48).bytes_per_block(LAYERS, torch.float32)
+    with pytest.raises(ModelError, match=r"not in torch\.int8"):
+        TritonAttention(Small()).allocate(LAYERS, 2, torch.int8)
     monkeypatch.setattr("batchgen.attention.triton.architecture", lambda: "sm_80")
     with pytest.raises(ModelError, match="sm_80"):
-        TritonAttention(Cpu()).allocate(LAYERS, 2, torch.float8_e4m3fn)
+        TritonAttention(Small()).allocate(LAYERS, 2, torch.float8_e4m3fn)
 
 
 def test_nothing_to_do() -> None:
-    backend = TritonAttention(Cpu(), 16)
+    backend = TritonAttention(Small(), 16)
     backend.allocate(LAYERS, 80, torch.float32)
     empty, table = np.zeros(0, np.int32), np.zeros((1, 20), np.int32)
     slots = torch.full((3,), -1)
