@@ -6,25 +6,45 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
-from batchgen_kernels import cpu
+from batchgen_kernels import cpu, reference
 
 
-def parse() -> tuple[cpu.Ops, torch.dtype]:
-    """The command line that every benchmark has: which instruction set and which numbers."""
+def parse() -> tuple[Any, torch.dtype]:
+    """The command line that every benchmark has: which instruction set and which numbers.
+
+    On a GPU the ops are the Triton ones, and new tensors are made there.
+    """
     parser = argparse.ArgumentParser()
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--isa", choices=cpu.ISAS, help="default: the machine's best")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     given = parser.parse_args()
+    if given.device == "cuda":
+        from batchgen_kernels import gpu
+
+        torch.set_default_device("cuda")
+        return gpu, getattr(torch, given.dtype)
     ops = cpu.load()
     if ops is None:
         parser.error("the native ops were not built: pip install -e . or python setup.py build_ext --inplace")
     return (ops.with_isa(given.isa) if given.isa else ops), getattr(torch, given.dtype)
 
 
+def by_name(ops: Any) -> dict[str, Any]:
+    """The ops and their twin, by what they run on."""
+    name = ops.isa if isinstance(ops, cpu.Ops) else torch.cuda.get_device_name()
+    return {name: ops, "twin": reference}
+
+
 def seconds(run: Callable[[], object], budget: float = 0.5, most: int = 200) -> float:
     """The shortest of as many runs as fit the budget, at least 3, after one to warm up."""
+    if torch.get_default_device().type == "cuda":
+        import triton
+
+        return float(triton.testing.do_bench(run, return_mode="min")) / 1e3
     run()
     times: list[float] = []
     while len(times) < 3 or (sum(times) < budget and len(times) < most):
