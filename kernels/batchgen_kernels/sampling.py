@@ -172,6 +172,12 @@ def _best_of_row(values, ids, row, num_splits, SPLITS: tl.constexpr):
 
 
 @triton.jit
+def _largest_of_row(values, row, num_splits, SPLITS: tl.constexpr):
+    split = tl.arange(0, SPLITS)
+    return tl.max(tl.load(values + row * num_splits + split, mask=split < num_splits, other=float("-inf")), axis=0)
+
+
+@triton.jit
 def _scan_kernel(
     logits,  # (num_rows, at least vocab) float32
     stride,
@@ -226,13 +232,13 @@ def _limit_kernel(
     heat, k, p = tl.load(temperature + row), tl.load(top_k + row), tl.load(top_p + row)
     rank, last = tl.full((), FLOOR, tl.int32), vocab
     if (heat > 0.0) & ((k < vocab) | (p < 1.0)):
-        largest, _ = _best_of_row(values, ids, row, num_splits, SPLITS)
+        largest = _largest_of_row(values, row, num_splits, SPLITS)
         inverse = 1.0 / heat
         kept += row.to(tl.int64) * KEPT
         low, high = rank, _rank(largest)
         reach = vocab  # at least the number of tokens above `low`
         if allowed is not None:
-            reach, _ = _above(logits, stride, allowed, allowed_stride, vocab, row, low, largest, inverse, BLOCK)
+            reach, mass = _above(logits, stride, allowed, allowed_stride, vocab, row, low, largest, inverse, BLOCK)
         equals, wanted = vocab, vocab  # how many tokens are as likely as the cut, and how many of them are left
         if k < reach:
             rank, above, equals = _search(
@@ -242,7 +248,7 @@ def _limit_kernel(
             low, reach = rank - 1, above.to(tl.int32) + equals
             wanted = k - above.to(tl.int32)
         if p < 1.0:
-            _, mass = _above(logits, stride, allowed, allowed_stride, vocab, row, low, largest, inverse, BLOCK)
+            _number, mass = _above(logits, stride, allowed, allowed_stride, vocab, row, low, largest, inverse, BLOCK)
             if rank > FLOOR:  # less those of the last rank that top_k did not leave
                 mass -= (equals - wanted).to(tl.float32) * tl.exp((_value(rank) - largest) * inverse)
             cut, above, equals = _search(
@@ -414,7 +420,7 @@ def _draw_kernel(
     row, split = tl.program_id(0), tl.program_id(1)
     heat = tl.load(temperature + row)
     if heat > 0.0:
-        largest, _ = _best_of_row(values, ids, row, num_splits, SPLITS)
+        largest = _largest_of_row(values, row, num_splits, SPLITS)
         key, position, sample = tl.load(keys + row), tl.load(positions + row), tl.load(samples + row)
         cut, last = tl.load(cuts + row), tl.load(cuts + tl.num_programs(0) + row)
         inverse, least = 1.0 / heat, tl.load(log_min_p + row)
@@ -447,7 +453,7 @@ def _finish_kernel(
 ):
     row, num_rows = tl.program_id(0), tl.num_programs(0)
     drawn = tl.where(tl.load(temperature + row) > 0.0, num_rows, 0)
-    _, token = _best_of_row(values, ids, row + drawn, num_splits, SPLITS)
+    _score, token = _best_of_row(values, ids, row + drawn, num_splits, SPLITS)
     tl.store(tokens + row, token.to(tl.int64))
     split = tl.arange(0, SPLITS)
     bad = tl.load(ids + (2 * num_rows + row) * num_splits + split, mask=split < num_splits, other=0)
@@ -488,12 +494,6 @@ def _logprobs(
         FOUND=triton.next_power_of_2(max(1, num_parts * number)),
     )
     return Logprobs(drawn, ids, top)
-
-
-@triton.jit
-def _largest_of_row(values, row, num_splits, SPLITS: tl.constexpr):
-    split = tl.arange(0, SPLITS)
-    return tl.max(tl.load(values + row * num_splits + split, mask=split < num_splits, other=float("-inf")), axis=0)
 
 
 @triton.jit

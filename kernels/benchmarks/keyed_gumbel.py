@@ -5,18 +5,14 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from batchgen_kernels import reference
-from measure import parse, report
+from measure import by_name, parse, report
 
 
 def main() -> None:
     ops, _ = parse()
     for rows in (1, 96):
         keys, zeros = torch.randint(-(2**63), 2**63 - 1, (rows,)), torch.zeros(rows, dtype=torch.int32)
-        runs = {
-            name: partial(by.keyed_gumbel, keys, zeros, zeros, 49152)
-            for name, by in ((ops.isa, ops), ("twin", reference))
-        }
+        runs = {name: partial(by.keyed_gumbel, keys, zeros, zeros, 49152) for name, by in by_name(ops).items()}
         report("keyed_gumbel", f"{rows} x 49152", runs, num_bytes=rows * 49152 * 4)
 
 

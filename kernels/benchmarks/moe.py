@@ -5,29 +5,22 @@ What moves is the weights of all experts in use, and what goes in and out.
 
 from __future__ import annotations
 
-import argparse
-import json
 from functools import partial
 
 import torch
-import triton.testing
 from batchgen_kernels import gpu, moe
+from measure import parse_gpu, report
 
 EXPERTS, TOP_K, HIDDEN, INNER = 128, 8, 2048, 768
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
-    dtype = getattr(torch, parser.parse_args().dtype)
-    if not torch.cuda.is_available():
-        parser.error("needs a GPU")
-    make = {"dtype": dtype, "device": "cuda"}
-    first = torch.randn(EXPERTS, 2 * INNER, HIDDEN, **make) * 0.02
-    second = torch.randn(EXPERTS, HIDDEN, INNER, **make) * 0.02
+    dtype = parse_gpu()
+    first = torch.randn(EXPERTS, 2 * INNER, HIDDEN, dtype=dtype) * 0.02
+    second = torch.randn(EXPERTS, HIDDEN, INNER, dtype=dtype) * 0.02
     for num_tokens in (1, 32, 256, 1024, 8192):
-        x, acted = torch.randn(num_tokens, HIDDEN, **make), torch.randn(num_tokens * TOP_K, INNER, **make)
-        weights, expert_ids = torch.rand(num_tokens, EXPERTS, device="cuda").topk(TOP_K, dim=1)
+        x, acted = torch.randn(num_tokens, HIDDEN, dtype=dtype), torch.randn(num_tokens * TOP_K, INNER, dtype=dtype)
+        weights, expert_ids = torch.rand(num_tokens, EXPERTS).topk(TOP_K, dim=1)
         tile = moe.tile_rows(num_tokens * TOP_K, EXPERTS)
         tokens = gpu.sort_tokens(expert_ids, EXPERTS, tile)
         used = expert_ids.unique().numel() / EXPERTS
@@ -45,10 +38,7 @@ def main() -> None:
             ),
         }
         for op, (run, num_bytes, flops) in runs.items():
-            taken = triton.testing.do_bench(run) / 1e3
-            line = {"op": op, "case": f"{num_tokens} tokens", "by": torch.cuda.get_device_name()}
-            line |= {"ms": round(taken * 1e3, 4), "GB/s": round(num_bytes / taken / 1e9, 1)}
-            print(json.dumps(line | {"TFLOP/s": round(flops / taken / 1e12, 1)}), flush=True)
+            report(op, f"{num_tokens} tokens", {"triton": run}, num_bytes=num_bytes, flops=flops)
 
 
 if __name__ == "__main__":

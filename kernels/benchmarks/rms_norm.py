@@ -1,23 +1,19 @@
-"""RMS norm with the residual added, at the shapes of a 135M Llama."""
+"""RMS norm with the residual added, at the shapes of a 135M and an 8B Llama."""
 
 from __future__ import annotations
 
 from functools import partial
 
 import torch
-from batchgen_kernels import reference
-from measure import parse, report
+from measure import by_name, parse, report
 
 
 def main() -> None:
     ops, dtype = parse()
-    for tokens, dim in [(96, 576), (512, 576), (512, 4096)]:
+    for tokens, dim in [(96, 576), (512, 576), (512, 4096), (8192, 4096)]:
         x, residual, weight = (torch.randn(n, dim).to(dtype) for n in (tokens, tokens, 1))
         x.zero_()  # what is added to the residual again and again
-        runs = {
-            name: partial(by.rms_norm, x, weight[0], 1e-5, residual)
-            for name, by in ((ops.isa, ops), ("twin", reference))
-        }
+        runs = {name: partial(by.rms_norm, x, weight[0], 1e-5, residual) for name, by in by_name(ops).items()}
         report("rms_norm", f"{tokens} x {dim}, residual", runs, num_bytes=4 * x.nbytes)
 
 

@@ -53,11 +53,11 @@ def bench(
     decode = max(lengths) == 1
     num_layers = shape.num_layers if decode else 2
     pool_shape = attention.pool_shape(num_blocks, *heads[1:], BLOCK_SIZE)
-    pools = [torch.randn(pool_shape, device="cuda", dtype=dtype).to(kv_dtype) for _ in range(num_layers)]
-    query = torch.randn(sum(lengths), shape.num_heads, shape.head_dim, device="cuda", dtype=dtype)
+    pools = [torch.randn(pool_shape, dtype=dtype).to(kv_dtype) for _ in range(num_layers)]
+    query = torch.randn(sum(lengths), shape.num_heads, shape.head_dim, dtype=dtype)
     device_table = torch.from_numpy(table).cuda()
-    parts = torch.empty(MAX_PARTS * shape.num_heads * shape.head_dim, device="cuda")
-    part_lses = torch.empty(MAX_PARTS * shape.num_heads, device="cuda")
+    parts = torch.empty(MAX_PARTS * shape.num_heads * shape.head_dim)
+    part_lses = torch.empty(MAX_PARTS * shape.num_heads)
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     config = attention.launch_config(*heads, kv_dtype, decode=decode)
 
@@ -96,13 +96,13 @@ def bench(
     runs = {"triton": partial(run, prepared(True))}
     if shared:
         runs = {"triton, shared": runs["triton"], "triton, each alone": partial(run, prepared(False))}
-    flops, calls = 4 * pairs * shape.num_heads * shape.head_dim, {"calls": num_layers, "device": "cuda"}
-    report("attention", f"{shape.name}: {case}", runs, num_bytes=num_bytes, flops=flops, **calls)
+    flops = 4 * pairs * shape.num_heads * shape.head_dim
+    report("attention", f"{shape.name}: {case}", runs, num_bytes=num_bytes, flops=flops, calls=num_layers)
 
 
 def main() -> None:
     dtype = parse_gpu()
-    report_machine(dtype, "cuda")
+    report_machine(dtype)
     for shape in SHAPES:
         same = partial(bench, shape, dtype=dtype, kv_dtype=dtype)
         for rows, mean in [(1, 8000), (16, 2000), (96, 500), (256, 500), (256, 2000), (512, 1000)]:
