@@ -19,12 +19,14 @@ from batchgen import memory, weights
 from batchgen.attention.base import AttentionBackend
 from batchgen.attention.cpu import CpuAttention
 from batchgen.attention.reference import ReferenceBackend
+from batchgen.device import Cpu, Cuda
 from batchgen.engine.engine import Engine
 from batchgen.engine.runner import Runner
 from batchgen.engine.step import EngineSettings
 from batchgen.errors import ConfigError, ModelError
 from batchgen.models import registry
 from batchgen.models.config import ModelConfig
+from batchgen.models.layers import Ops
 from batchgen.spec import EngineSpec, ModelSpec
 from batchgen.tokenizer import Tokenizer
 from batchgen.types import Demand, TokenIds
@@ -32,8 +34,13 @@ from batchgen.types import Demand, TokenIds
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-CPU_MAX_NUM_SEQS = 128
-CPU_MAX_BATCH_TOKENS = 512  # larger steps leave the caches: 6 % slower in int8, the same in bfloat16
+KV_DTYPES = {**DTYPES, "fp8": torch.float8_e4m3fn}
+CPU_STEP = 128, 512  # sequences, tokens; larger steps leave the caches: 6 % slower in int8, the same in bfloat16
+GPU_STEP = 1024, 8192
+GPU_READERS = 8  # files of a checkpoint that are read at once
+GPU_LEFT_FREE = 0.02  # of a GPU's memory: for what kernels and libraries take beside torch
+GRAPHS_BYTES = 512 << 20  # what the driver keeps of all captured graphs
+SMALLEST_POOL = 2  # blocks
 KV_SHARE = 0.8  # `kv_memory: auto` takes at most this share of what is free beside weights, steps and rows
 ROWS_BYTES = 512 << 20  # for rows on their way in and out: what the loop and the writer hold at most
 TYPICAL_CONTEXT = 512  # tokens of a sample that nothing is known of
@@ -49,10 +56,10 @@ class Model:
     Raises ModelError where it is unsupported or incomplete, ConfigError where the job asks too much of it.
     """
 
-    device = "cpu"
-
     def __init__(self, model: ModelSpec, engine: EngineSpec, *, skip_special_tokens: bool = True) -> None:
         self._engine_spec = engine
+        self._device = open_device(engine.device)
+        self.device = str(self._device.torch_device)
         self._skip_special_tokens = skip_special_tokens
         self._checkpoint = weights.open_checkpoint(weights.resolve(model.path, model.revision))
         self.config = registry.read_config(self._checkpoint.config)
@@ -60,7 +67,7 @@ class Model:
         self.tokenizer_path = model.tokenizer or self.path
         self.generation_config: Mapping[str, Any] = self._checkpoint.generation_config
         self._quantization = model.quantization
-        self.dtype = resolve_dtype(model.dtype, self.config.dtype)
+        self.dtype = resolve_dtype(model.dtype, self.config.dtype, on_gpu=isinstance(self._device, Cuda))
         self.max_model_len = self._max_model_len(model.max_model_len)
         self.tokenizer = Tokenizer.load(self.tokenizer_path, chat_template=model.chat_template)
 
@@ -82,7 +89,41 @@ class Model:
 
         `demand` says what the job needs room for; it is called once the weights are loaded.
         """
-        spec = self._engine_spec
+        ops = self._ops()
+        backend = make_backend(self._engine_spec, self._device, ops)
+        dtype = DTYPES[self.dtype]
+        kv_dtype = resolve_kv_dtype(self._engine_spec.kv_dtype, dtype, on_gpu=isinstance(self._device, Cuda))
+        self._refuse_without_memory()
+        decoder = registry.build(
+            self._checkpoint,
+            dtype=dtype,
+            quantization=self._quantization,
+            backend=backend,
+            max_model_len=self.max_model_len,
+            ops=ops,
+            device=self._device.torch_device,
+            readers=GPU_READERS if isinstance(self._device, Cuda) else 1,
+        )
+        memory.give_back()
+
+        def runner(settings: EngineSettings) -> Runner:
+            backend.allocate(self.config.layers, settings.num_blocks, kv_dtype)
+            limit = self.tokenizer.vocab_size
+            return Runner(decoder, backend, settings, ops=ops, vocab_limit=limit, device=self._device)
+
+        settings = self._settings(backend, kv_dtype, demand(), lambda probe: runner(probe).largest_step())
+        eos = {*decoder.config.eos_token_ids, *self.tokenizer.eos_token_ids}
+        depth = 2 if isinstance(self._device, Cuda) else 1
+        return Engine(runner(settings), settings=settings, eos_token_ids=eos, stream_factory=self._stream, depth=depth)
+
+    def _ops(self) -> Ops:
+        """The kernels of this device."""
+        if isinstance(self._device, Cuda):
+            from batchgen_kernels import gpu
+
+            if self._quantization:
+                raise ConfigError(f"model.quantization: {self._quantization} does not run on a GPU yet; leave it out")
+            return gpu.Ops()
         if (
             "OMP_NUM_THREADS" not in os.environ
         ):  # torch alone would leave out what it takes for second threads of a core
@@ -94,24 +135,7 @@ class Model:
                 "the native CPU kernels were not built (no C++ compiler at install?): running on plain torch, several "
                 "times slower; install a compiler and reinstall batchgen"
             )
-        dtype = DTYPES[self.dtype]
-        kv_dtype = dtype if spec.kv_dtype == "auto" else DTYPES[spec.kv_dtype]
-        backend = make_backend(spec, ops)
-        self._refuse_without_memory()
-        decoder = registry.build(
-            self._checkpoint,
-            dtype=dtype,
-            quantization=self._quantization,
-            backend=backend,
-            max_model_len=self.max_model_len,
-            ops=ops or reference_ops,
-        )
-        memory.give_back()
-        settings = self._settings(backend, kv_dtype, demand())
-        backend.allocate(self.config.layers, settings.num_blocks, kv_dtype)
-        runner = Runner(decoder, backend, settings, ops=ops or reference_ops, vocab_limit=self.tokenizer.vocab_size)
-        eos = {*decoder.config.eos_token_ids, *self.tokenizer.eos_token_ids}
-        return Engine(runner, settings=settings, eos_token_ids=eos, stream_factory=self._stream)
+        return ops or reference_ops
 
     def _stream(self) -> Any:
         return self.tokenizer.stream(skip_special_tokens=self._skip_special_tokens)
@@ -119,7 +143,7 @@ class Model:
     def _refuse_without_memory(self) -> None:
         """Before the system does it in its way."""
         needed = weight_bytes(self.config, DTYPES[self.dtype], self._quantization)
-        free = memory.available()
+        free = self._device.free_bytes()
         if needed > free:
             hint = "model.dtype: bfloat16 halves that, " if self.dtype == "float32" else ""
             raise ConfigError(
@@ -128,19 +152,34 @@ class Model:
                 "its container) with more memory"
             )
 
-    def _settings(self, backend: AttentionBackend, kv_dtype: torch.dtype, demand: Demand | None) -> EngineSettings:
+    def _settings(
+        self,
+        backend: AttentionBackend,
+        kv_dtype: torch.dtype,
+        demand: Demand | None,
+        largest_step: Callable[[EngineSettings], None],
+    ) -> EngineSettings:
+        """`largest_step` runs it, with a pool of the settings' size."""
         spec = self._engine_spec
-        max_batch_tokens = CPU_MAX_BATCH_TOKENS if spec.max_batch_tokens == "auto" else spec.max_batch_tokens
-        max_num_seqs = min(CPU_MAX_NUM_SEQS, max_batch_tokens) if spec.max_num_seqs == "auto" else spec.max_num_seqs
-        if spec.max_batch_tokens == "auto":
-            max_batch_tokens = max(max_batch_tokens, max_num_seqs)
-        elif max_batch_tokens < max_num_seqs:
-            raise ConfigError(
-                f"engine.max_batch_tokens: {max_batch_tokens} is less than engine.max_num_seqs ({max_num_seqs}), but "
-                "each of these needs one token in a step"
+        max_num_seqs, max_batch_tokens = self._step_sizes()
+
+        def settings(num_blocks: int) -> EngineSettings:
+            return EngineSettings(
+                max_num_seqs=max_num_seqs,
+                max_batch_tokens=max_batch_tokens,
+                num_blocks=num_blocks,
+                block_size=backend.block_size,
+                max_model_len=self.max_model_len,
+                prefix_cache=spec.prefix_cache,
             )
-        free = memory.available()
-        beside = ROWS_BYTES + step_bytes(self.config, DTYPES[self.dtype], max_batch_tokens, max_num_seqs)
+
+        if isinstance(self._device, Cuda):
+            step = self._device.peak_of(lambda: largest_step(settings(SMALLEST_POOL)))
+            graphs = step * max_num_seqs // max_batch_tokens + GRAPHS_BYTES
+            beside = step + graphs + int(self._device.total_bytes * GPU_LEFT_FREE)
+        else:
+            beside = ROWS_BYTES + step_bytes(self.config, DTYPES[self.dtype], max_batch_tokens, max_num_seqs)
+        free = self._device.free_bytes()
         room = max(0, free - beside)
         what = (
             f"{room / GIB:.2f} GiB of memory are free for it: {free / GIB:.2f} GiB, less {beside / GIB:.2f} for the "
@@ -148,7 +187,9 @@ class Model:
         )
         lower = "lower engine.max_num_seqs and engine.max_batch_tokens, or free memory"
         per_block = backend.bytes_per_block(self.config.layers, kv_dtype)
-        if spec.kv_memory == "auto":
+        if spec.kv_memory == "auto" and isinstance(self._device, Cuda):
+            budget = room  # nobody else wants it
+        elif spec.kv_memory == "auto":
             useful = useful_blocks(
                 demand,
                 max_num_seqs=max_num_seqs,
@@ -169,14 +210,22 @@ class Model:
                 f"engine.kv_memory: {budget} bytes hold {num_blocks} blocks of {per_block} bytes, expected at least 2; "
                 f"{what}; give it more, or {lower}"
             )
-        return EngineSettings(
-            max_num_seqs=max_num_seqs,
-            max_batch_tokens=max_batch_tokens,
-            num_blocks=num_blocks,
-            block_size=backend.block_size,
-            max_model_len=self.max_model_len,
-            prefix_cache=spec.prefix_cache,
-        )
+        return settings(num_blocks)
+
+    def _step_sizes(self) -> tuple[int, int]:
+        """max_num_seqs and max_batch_tokens."""
+        spec = self._engine_spec
+        most_seqs, most_tokens = GPU_STEP if isinstance(self._device, Cuda) else CPU_STEP
+        max_batch_tokens = most_tokens if spec.max_batch_tokens == "auto" else spec.max_batch_tokens
+        max_num_seqs = min(most_seqs, max_batch_tokens) if spec.max_num_seqs == "auto" else spec.max_num_seqs
+        if spec.max_batch_tokens == "auto":
+            max_batch_tokens = max(max_batch_tokens, max_num_seqs)
+        elif max_batch_tokens < max_num_seqs:
+            raise ConfigError(
+                f"engine.max_batch_tokens: {max_batch_tokens} is less than engine.max_num_seqs ({max_num_seqs}), but "
+                "each of these needs one token in a step"
+            )
+        return max_num_seqs, max_batch_tokens
 
 
 def useful_blocks(
@@ -263,22 +312,50 @@ def step_bytes(config: ModelConfig, dtype: torch.dtype, max_batch_tokens: int, m
     return values * dtype.itemsize + max_num_seqs * config.vocab_size * (dtype.itemsize + 3 * 4)
 
 
-def make_backend(spec: EngineSpec, ops: native.Ops | None) -> AttentionBackend:
-    """The attention backend asked for; `auto` is the native one where it was built."""
+def open_device(asked: str) -> Cpu | Cuda:
+    """The device of engine.device: `auto` is the GPU where torch sees one."""
+    if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
+        return Cpu()
+    if not torch.cuda.is_available():
+        why = "this torch was built without CUDA" if torch.version.cuda is None else "no GPU or no driver is there"
+        raise ConfigError(f"engine.device: cuda, but torch {torch.__version__} can use no GPU: {why}")
+    return Cuda()
+
+
+def make_backend(spec: EngineSpec, device: Cpu | Cuda, ops: Ops) -> AttentionBackend:
+    """The attention backend asked for; `auto` is Triton on a GPU, on a CPU the native one where it was built."""
     size = {} if spec.block_size == "auto" else {"block_size": spec.block_size}
-    if spec.attention == "reference" or (spec.attention == "auto" and ops is None):
+    if isinstance(device, Cuda):
+        if spec.attention == "cpu":
+            raise ConfigError("engine.attention: cpu, but the model runs on a GPU; expected auto, triton or reference")
+        if spec.attention == "reference":
+            device.captures = False  # it waits for the device
+            return ReferenceBackend(**size, device=device.torch_device)
+        from batchgen.attention.triton import TritonAttention
+
+        return TritonAttention(device, **size)
+    if spec.attention == "triton":
+        raise ConfigError("engine.attention: triton needs a GPU; expected auto, cpu or reference")
+    if spec.attention == "reference" or (spec.attention == "auto" and not isinstance(ops, native.Ops)):
         return ReferenceBackend(**size)
-    if ops is None:
+    if not isinstance(ops, native.Ops):
         raise ModelError("engine.attention: cpu needs the native CPU kernels, which were not built at install")
     return CpuAttention(ops, **size)
 
 
-def resolve_dtype(asked: str, stored: str) -> str:
+def resolve_dtype(asked: str, stored: str, *, on_gpu: bool) -> str:
     """`auto` is the stored dtype; on a CPU float32 for stored float16 and where bfloat16 instructions are missing."""
-    if asked == "float16":
+    if asked == "float16" and not on_gpu:
         raise ConfigError("model.dtype: float16 does not run on a CPU; expected auto, float32 or bfloat16")
     if asked != "auto":
         return asked
-    if stored == "bfloat16" and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return "bfloat16"
+    if on_gpu or (stored == "bfloat16" and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        return stored
     return "float32"
+
+
+def resolve_kv_dtype(asked: str, dtype: torch.dtype, *, on_gpu: bool) -> torch.dtype:
+    """`auto` is the model's."""
+    if asked in ("float16", "fp8") and not on_gpu:
+        raise ConfigError(f"engine.kv_dtype: {asked} does not run on a CPU; expected auto, float32 or bfloat16")
+    return dtype if asked == "auto" else KV_DTYPES[asked]

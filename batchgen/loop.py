@@ -133,7 +133,7 @@ class Loop:
         except StorageError:
             raise
         except Interrupted as error:
-            if error.reason in ("feeder", "stalled"):
+            if error.reason in ("feeder", "stalled", "device"):
                 self._ledger.checkpoint(self._planner.snapshot(), last=True)
             raise
         except Exception:

@@ -47,9 +47,7 @@ NOT_SUPPORTED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "sampling.bad_words": ("any entry", bool),
     "sampling.repetition_stop": ("any value", lambda value: value is not None),
     "structured": ("structured output of every kind", lambda value: value is not None),
-    "engine.device": ("cuda", lambda value: value not in ("auto", "cpu")),
-    "engine.kv_dtype": ("float16, fp8", lambda value: value not in ("auto", "float32", "bfloat16")),
-    "engine.attention": ("triton, flash", lambda value: value in ("triton", "flash")),
+    "engine.attention": ("flash", lambda value: value == "flash"),
     "engine.parallel": ("any entry", bool),
     "engine.deterministic": ("true", bool),
     "errors.row_timeout": ("any value", lambda value: value is not None),
@@ -382,7 +380,9 @@ class EngineSpec(Section):
     """How the machine is used."""
 
     key = "engine"
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where the model runs.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Where the model runs; auto is the GPU where there is one (cuda: AMD's too)."
+    )
     max_num_seqs: kinds.AutoCount = Field(default="auto", description="Most answers that are generated side by side.")
     max_batch_tokens: kinds.AutoCount = Field(default="auto", description="Most tokens in one step of the model.")
     kv_memory: kinds.KvMemory = Field(
@@ -394,7 +394,7 @@ class EngineSpec(Section):
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = Field(
         default="auto",
         description="Number format of the KV cache; auto is the model's. bfloat16 beside a float32 model holds twice "
-        "the tokens and reads them faster, for keys and values rounded to bfloat16.",
+        "the tokens and reads them faster, for keys and values rounded to bfloat16. float16 and fp8 (E4M3) need a GPU.",
     )
     block_size: kinds.BlockSize = Field(default="auto", description="Tokens in one block of the KV cache.")
     prefix_cache: bool = Field(default=True, description="Rows with the same beginning compute it once.")

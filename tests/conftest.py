@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read where a kernel is defined: its tests run on CPU tensors
+
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
-
-os.environ.setdefault("TRITON_INTERPRET", "1")  # what compiles kernels does so in a process of its own
 
 import pytest
 

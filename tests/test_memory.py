@@ -208,7 +208,8 @@ def test_the_pool_is_a_share_of_what_is_free_beside_steps_and_rows(
     pool = settings(folder)
     taken = pool.num_blocks * per_block(pool)
     config = loader.Model(spec.ModelSpec(path=str(folder)), spec.EngineSpec()).config
-    steps = loader.step_bytes(config, torch.float32, loader.CPU_MAX_BATCH_TOKENS, loader.CPU_MAX_NUM_SEQS)
+    max_num_seqs, max_batch_tokens = loader.CPU_STEP
+    steps = loader.step_bytes(config, torch.float32, max_batch_tokens, max_num_seqs)
     assert 0 < taken <= loader.KV_SHARE * (small - loader.ROWS_BYTES - steps) < taken + per_block(pool)
     half = settings(folder, kv_memory=0.5)
     assert half.num_blocks == pytest.approx(pool.num_blocks * 0.5 / loader.KV_SHARE, abs=2)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from batches import batch
 from batchgen_kernels import reference as ops
 from batchgen_kernels.pages import Arena
 from safetensors.torch import load_file, save_file
@@ -57,21 +58,17 @@ class Harness:
 
     def metadata(self, rows: list[tuple[int, int]], padding: int = 0) -> AttentionMetadata:
         """Of sequences whose last `length` tokens are (sequence, length): their contexts end at self.context."""
-        starts, slots = [0], []
+        slots = []
         for sequence, length in rows:
-            starts.append(starts[-1] + length)
             end = self.context[sequence]
             for position in range(end - length, end):
                 slots.append(self.blocks[sequence][position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
-        width = max(len(self.blocks[sequence]) for sequence, _ in rows)
-        table = [self.blocks[sequence] + [0] * (width - len(self.blocks[sequence])) for sequence, _ in rows]
-        return AttentionMetadata(
-            query_starts=torch.tensor(starts, dtype=torch.int32),
-            context_lens=torch.tensor([self.context[sequence] for sequence, _ in rows], dtype=torch.int32),
-            block_table=torch.tensor(table, dtype=torch.int32),
-            slot_mapping=torch.tensor(slots + [-1] * padding),
-            max_query_len=max(length for _, length in rows),
-            max_context_len=max(self.context[sequence] for sequence, _ in rows),
+        return batch(
+            self.decoder.backend,
+            [length for _, length in rows],
+            [self.context[sequence] for sequence, _ in rows],
+            [self.blocks[sequence] for sequence, _ in rows],
+            slots + [-1] * padding,
         )
 
     def step(self, chunks: dict[int, list[int]], *, padding: int = 0, sample: bool = False) -> dict[int, torch.Tensor]:
@@ -89,13 +86,15 @@ class Harness:
             positions += range(start, start + len(tokens))
             rows.append((sequence, len(tokens)))
             lasts.append(len(ids) - 1)
-        logits = self.decoder.forward(
-            torch.tensor(ids + [0] * padding),
-            torch.tensor(positions + [0] * padding),
-            self.metadata(rows, padding),
-            torch.tensor(lasts) if sample else None,
-            self.metadata([(sequence, 1) for sequence, _ in rows]) if sample else None,
-        )
+        with torch.inference_mode():
+            hidden = self.decoder.forward(
+                torch.tensor(ids + [0] * padding),
+                torch.tensor(positions + [0] * padding),
+                self.metadata(rows, padding),
+                torch.tensor(lasts) if sample else None,
+                self.metadata([(sequence, 1) for sequence, _ in rows]) if sample else None,
+            )
+            logits = self.decoder.logits(hidden)
         counts = [1 if sample else length for _, length in rows]
         return dict(zip(chunks, logits[: sum(counts)].split(counts), strict=True))
 
@@ -165,10 +164,8 @@ def test_a_step_that_samples_nothing_still_writes_the_cache(tmp_path: Path) -> N
     run.blocks, run.context = {0: [3, 1, 2]}, {0: 11}
     nothing = torch.empty(0, dtype=torch.int64)
     metadata = run.metadata([(0, 11)])
-    assert run.decoder.forward(torch.tensor(tokens[:11]), torch.arange(11), metadata, nothing, metadata).shape == (
-        0,
-        model.config.vocab_size,
-    )
+    hidden = run.decoder.forward(torch.tensor(tokens[:11]), torch.arange(11), metadata, nothing, metadata)
+    assert hidden.shape == (0, model.config.hidden_size)
     logits = run.step({0: tokens[11:]}, sample=True)[0]
     torch.testing.assert_close(logits[0], reference_logits(model, tokens)[-1], atol=1e-4, rtol=0)
 
@@ -454,13 +451,11 @@ def test_reference_backend_window_and_soft_cap(window: int | None, soft_cap: flo
     backend.allocate([spec], 8, torch.float32)
     assert backend.bytes_per_block([spec, spec], torch.bfloat16) == 2 * 2 * BLOCK_SIZE * 2 * 8 * 2
     query, key, value = torch.randn(11, 6, 8), torch.randn(11, 2, 8), torch.randn(11, 2, 8)
-    table = torch.tensor([[7, 2, 5]], dtype=torch.int32)  # 7 is the last: where a careless -1 would land
-    slots = torch.tensor([table[0, p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(11)] + [-1, -1])
+    table = [7, 2, 5]  # 7 is the last: where a careless -1 would land
+    slots = [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(11)] + [-1, -1]
     cos, sin = torch.ones(13, 4), torch.zeros(13, 4)
     pad = torch.full((2, 8, 8), 9.0)
-    metadata = AttentionMetadata(
-        torch.tensor([0, 11], dtype=torch.int32), torch.tensor([11], dtype=torch.int32), table, slots, 11, 11
-    )
+    metadata = batch(backend, [11], [11], [table], slots)
     queries = torch.cat((query, pad[:, :6]))
     backend.rope_and_write(
         0, queries, torch.cat((key, pad[:, :2])), torch.cat((value, pad[:, :2])), cos, sin, False, metadata
@@ -470,14 +465,7 @@ def test_reference_backend_window_and_soft_cap(window: int | None, soft_cap: flo
     assert not out[11:].any()
 
     backend.copy_block(2, 6)  # a decode that reads a copy in place of the middle block
-    moved = AttentionMetadata(
-        torch.tensor([0, 1], dtype=torch.int32),
-        torch.tensor([11], dtype=torch.int32),
-        torch.tensor([[7, 6, 5]], dtype=torch.int32),
-        slots[10:11],
-        1,
-        11,
-    )
+    moved = batch(backend, [1], [11], [[7, 6, 5]], slots[10:11])
     torch.testing.assert_close(backend.attend(0, queries[10:11], moved), out[10:11])
 
 
@@ -485,14 +473,7 @@ def test_reference_backend_rotates_part_of_a_head_in_pairs_or_halves() -> None:
     spec = KVSpec(num_heads=1, num_kv_heads=1, head_dim=6, scale=1.0)
     backend = ReferenceBackend(BLOCK_SIZE)
     backend.allocate([spec], 1, torch.float32)
-    metadata = AttentionMetadata(
-        torch.tensor([0, 1], dtype=torch.int32),
-        torch.tensor([1], dtype=torch.int32),
-        torch.zeros(1, 1, dtype=torch.int32),
-        torch.zeros(1, dtype=torch.int64),
-        1,
-        1,
-    )
+    metadata = batch(backend, [1], [1], [[0]], [0])
     cos, sin = torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 0.0]])  # turn the first pair by a quarter
     for interleaved, expected in ((False, [-3, 2, 1, 4, 5, 6]), (True, [-2, 1, 3, 4, 5, 6])):
         whole = torch.arange(1.0, 7.0).repeat(1, 3, 1)  # query, key and value as views of one tensor

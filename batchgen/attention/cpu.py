@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from batchgen_kernels import pages
@@ -13,6 +15,12 @@ from batchgen_kernels.cpu.items import Items
 from batchgen.attention.base import AttentionMetadata
 from batchgen.errors import ModelError
 from batchgen.models.config import KVSpec
+
+
+class _Step(NamedTuple):
+    metadata: AttentionMetadata
+    block_table: torch.Tensor  # (num_seqs, max_blocks) int32, as far as it is read
+    items: dict[tuple[int, int, int | None], Items]  # of each kind of layer
 
 
 class CpuAttention:
@@ -25,8 +33,7 @@ class CpuAttention:
         self._ops = ops
         self._layers: tuple[KVSpec, ...] = ()
         self._pools: list[torch.Tensor] = []  # one a layer, in the layout of batchgen_kernels
-        self._step: AttentionMetadata | None = None  # what `_items` belong to
-        self._items: dict[tuple[int, int, int | None], Items] = {}
+        self._steps: deque[_Step] = deque(maxlen=2)  # a step has two: for all its tokens, and for those that sample
 
     def bytes_per_block(self, layers: Sequence[KVSpec], dtype: torch.dtype) -> int:
         return sum(math.prod(self._pool_shape(1, spec)) for spec in layers) * dtype.itemsize
@@ -45,6 +52,12 @@ class CpuAttention:
         except ValueError as error:
             raise ModelError(f"the native CPU attention cannot serve this model: {error}") from None
 
+    def prepare(self, metadata: AttentionMetadata, *, capacity: int | None = None) -> None:
+        assert capacity is None, "a CPU has no graphs"
+        columns = -(-int(metadata.context_lens.max(initial=0)) // self.block_size)
+        table = torch.from_numpy(metadata.host_table[:, :columns][metadata.slots])
+        self._steps.append(_Step(metadata, table, {}))
+
     def rope_and_write(
         self,
         layer: int,
@@ -61,32 +74,31 @@ class CpuAttention:
 
     def attend(self, layer: int, query: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         spec = self._layers[layer]
+        step = next(step for step in self._steps if step.metadata is metadata)
         return self._ops.paged_attention(
             query,
             self._pools[layer],
-            metadata.block_table,
-            self._items_of(spec, metadata),
+            step.block_table,
+            self._items_of(spec, step),
             block_size=self.block_size,
             scale=spec.scale,
             window=spec.window,
             soft_cap=spec.soft_cap,
         )
 
-    def _items_of(self, spec: KVSpec, metadata: AttentionMetadata) -> Items:
-        if self._step is not metadata:
-            self._step, self._items = metadata, {}
+    def _items_of(self, spec: KVSpec, step: _Step) -> Items:
         kind = (spec.num_heads, spec.num_kv_heads, spec.window)
-        if kind not in self._items:
-            self._items[kind] = self._ops.attention_items(
-                metadata.query_starts,
-                metadata.context_lens,
-                metadata.block_table,
+        if kind not in step.items:
+            step.items[kind] = self._ops.attention_items(
+                torch.from_numpy(step.metadata.query_starts),
+                torch.from_numpy(step.metadata.context_lens),
+                step.block_table,
                 spec.num_heads,
                 spec.num_kv_heads,
                 block_size=self.block_size,
                 window=spec.window,
             )
-        return self._items[kind]
+        return step.items[kind]
 
     def copy_block(self, source: int, target: int) -> None:
         for pool in self._pools:

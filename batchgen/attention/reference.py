@@ -13,8 +13,9 @@ from batchgen.models.config import KVSpec
 class ReferenceBackend:
     name = "reference"
 
-    def __init__(self, block_size: int = 16) -> None:
+    def __init__(self, block_size: int = 16, device: torch.device | None = None) -> None:
         self.block_size = block_size
+        self._device = device
         self._layers: tuple[KVSpec, ...] = ()
         self._keys: list[torch.Tensor] = []  # one a layer: (num_blocks, block_size, num_kv_heads, head_dim)
         self._values: list[torch.Tensor] = []
@@ -25,8 +26,11 @@ class ReferenceBackend:
     def allocate(self, layers: Sequence[KVSpec], num_blocks: int, dtype: torch.dtype) -> None:
         self._layers = tuple(layers)
         shapes = [(num_blocks, self.block_size, spec.num_kv_heads, spec.head_dim) for spec in layers]
-        self._keys = [torch.zeros(shape, dtype=dtype) for shape in shapes]
-        self._values = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+        self._keys = [torch.zeros(shape, dtype=dtype, device=self._device) for shape in shapes]
+        self._values = [torch.zeros(shape, dtype=dtype, device=self._device) for shape in shapes]
+
+    def prepare(self, metadata: AttentionMetadata, *, capacity: int | None = None) -> None:
+        assert capacity is None, "this backend waits for the device and fits into no graph"
 
     def rope_and_write(
         self,
@@ -48,11 +52,12 @@ class ReferenceBackend:
 
     def attend(self, layer: int, query: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         spec = self._layers[layer]
-        out = torch.zeros(query.shape, dtype=query.dtype)
+        out = torch.zeros_like(query)
         starts, contexts = metadata.query_starts.tolist(), metadata.context_lens.tolist()
         for sequence, context_len in enumerate(contexts):
             start, end = starts[sequence], starts[sequence + 1]
-            blocks = metadata.block_table[sequence, : -(-context_len // self.block_size)].long()
+            slot = int(metadata.slots[sequence])
+            blocks = metadata.block_table[slot, : -(-context_len // self.block_size)].long()
             key = self._keys[layer][blocks].flatten(0, 1)[:context_len]  # (context_len, num_kv_heads, head_dim)
             value = self._values[layer][blocks].flatten(0, 1)[:context_len]
             out[start:end] = _attend_one(query[start:end], key, value, spec).to(out.dtype)
@@ -85,8 +90,8 @@ def _attend_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spe
     scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * spec.scale
     if spec.soft_cap is not None:
         scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
-    query_positions = torch.arange(len(key) - len(query), len(key))[:, None]
-    key_positions = torch.arange(len(key))[None, :]
+    query_positions = torch.arange(len(key) - len(query), len(key), device=key.device)[:, None]
+    key_positions = torch.arange(len(key), device=key.device)[None, :]
     hidden = key_positions > query_positions
     if spec.window is not None:
         hidden |= key_positions <= query_positions - spec.window

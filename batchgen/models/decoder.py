@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,24 +16,32 @@ from batchgen.models.layers import ACTIVATIONS, Linear, Ops, RopeTable, linear_k
 class DecoderLayer:
     """The weights of one layer; q, k and v are one matrix, gate and up are one matrix."""
 
-    def __init__(self, config: ModelConfig, spec: KVSpec, dtype: torch.dtype, linear: Callable[..., Linear]) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        spec: KVSpec,
+        linear: Callable[..., Linear],
+        empty: Callable[..., torch.Tensor],
+    ) -> None:
         hidden, inter = config.hidden_size, config.intermediate_size
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self.spec = spec
-        self.input_norm = torch.empty(hidden, dtype=dtype)
+        self.input_norm = empty(hidden)
         self.qkv = linear(hidden, (q_size, kv_size, kv_size), bias=config.qkv_bias)
-        self.q_norm = torch.empty(spec.head_dim, dtype=dtype) if config.qk_norm else None
-        self.k_norm = torch.empty(spec.head_dim, dtype=dtype) if config.qk_norm else None
+        self.q_norm = empty(spec.head_dim) if config.qk_norm else None
+        self.k_norm = empty(spec.head_dim) if config.qk_norm else None
         self.out = linear(q_size, (hidden,), bias=config.out_bias)
-        self.post_norm = torch.empty(hidden, dtype=dtype)
+        self.post_norm = empty(hidden)
         self.gate_up = linear(hidden, (inter, inter), bias=config.mlp_bias)
         self.down = linear(inter, (hidden,), bias=config.mlp_bias)
 
 
 class Decoder:
-    """Token ids of one flat ragged batch in, float32 logits out. `registry.build` makes it and loads its weights.
+    """Token ids of one flat ragged batch in, hidden states and float32 logits out. `registry.build` makes it and loads
+    its weights.
 
-    K and V of every token go through `backend`, which owns them.
+    K and V of every token go through `backend`, which owns them and has prepared the step. Callers are in inference
+    mode.
     """
 
     def __init__(
@@ -44,19 +53,20 @@ class Decoder:
         backend: AttentionBackend,
         max_model_len: int,
         ops: Ops,
+        device: torch.device | None = None,
     ) -> None:
-        linear = linear_kind(dtype, quantization, ops)
+        linear = linear_kind(dtype, quantization, ops, device)
+        empty = partial(torch.empty, dtype=dtype, device=device)
         self.config = config
         self.dtype = dtype
         self.backend = backend
         self.ops = ops
-        self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.layers = [DecoderLayer(config, spec, dtype, linear) for spec in config.layers]
-        self.norm = torch.empty(config.hidden_size, dtype=dtype)
+        self.embedding = empty(config.vocab_size, config.hidden_size)
+        self.layers = [DecoderLayer(config, spec, linear, empty) for spec in config.layers]
+        self.norm = empty(config.hidden_size)
         self.head = linear(config.hidden_size, (config.vocab_size,), bias=False)
-        self.ropes = [RopeTable(rope, max_model_len) for rope in config.ropes]
+        self.ropes = [RopeTable(rope, max_model_len, device) for rope in config.ropes]
 
-    @torch.inference_mode()
     def forward(
         self,
         input_ids: torch.Tensor,  # (num_tokens,) int64
@@ -65,7 +75,8 @@ class Decoder:
         sample_rows: torch.Tensor | None = None,  # (num_samples,) int64, indices of tokens
         sample_metadata: AttentionMetadata | None = None,
     ) -> torch.Tensor:
-        """Logits (num_samples, vocab_size) float32 of the tokens `sample_rows`, of all tokens where it is None.
+        """The last layer's output, normalised, (num_samples, hidden_size), for the tokens `sample_rows`; for all
+        tokens where it is None. `logits` goes on from there.
 
         `sample_metadata` sees each sampled token as a sequence of one query whose context ends with it: the last
         layer writes K and V of all tokens, but needs the rest only where a token is sampled.
@@ -90,7 +101,7 @@ class Decoder:
             if sample_rows is not None and index == len(self.layers) - 1:
                 assert sample_metadata is not None
                 if not len(sample_rows):
-                    return torch.empty(0, config.vocab_size)
+                    return residual[:0]
                 query, residual = query.index_select(0, sample_rows), residual.index_select(0, sample_rows)
                 attended = sample_metadata
             context = self.backend.attend(index, query, attended)  # (num_tokens, num_heads, head_dim)
@@ -98,8 +109,11 @@ class Decoder:
             normed = ops.rms_norm(update, layer.post_norm, config.norm_eps, residual)
             update = layer.down(activation(ops, layer.gate_up(normed)))
         assert update is not None
-        normed = ops.rms_norm(update, self.norm, config.norm_eps, residual)
-        return self.head(normed, wide=True)
+        return ops.rms_norm(update, self.norm, config.norm_eps, residual)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(num_samples, hidden_size) -> (num_samples, vocab_size) float32"""
+        return self.head(hidden, wide=True)
 
     def _project(self, layer: DecoderLayer, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(num_tokens, hidden_size) -> query, key and value, each (num_tokens, heads, head_dim), views of one tensor

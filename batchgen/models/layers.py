@@ -84,18 +84,27 @@ class Linear:
     is freed, so that memory holds one copy.
     """
 
-    def __init__(self, in_features: int, parts: Sequence[int], *, bias: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        parts: Sequence[int],
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
         self.in_features = in_features
         self.parts = tuple(parts)
         self.dtype = dtype
+        self.device = device or torch.device("cpu")
         self.weight: torch.Tensor | None = None  # (sum(parts), in_features), absent before loading and once packed
-        self.bias = torch.empty(sum(parts), dtype=dtype) if bias else None
+        self.bias = torch.empty(sum(parts), dtype=dtype, device=device) if bias else None
         self._packed: torch.Tensor | None = None
         self._missing = set(range(len(self.parts)))
 
     def load_weight(self, part: int, tensor: torch.Tensor) -> None:
         if self.weight is None:
-            self.weight = torch.empty(sum(self.parts), self.in_features, dtype=self.dtype)
+            self.weight = torch.empty(sum(self.parts), self.in_features, dtype=self.dtype, device=self.device)
         self._rows(self.weight, part).copy_(tensor)
         self._missing.discard(part)
         if not self._missing:
@@ -107,7 +116,7 @@ class Linear:
 
     def use(self, weight: torch.Tensor) -> None:
         """Take a finished weight (sum(parts), in_features), which a tied embedding may go on using too."""
-        if can_prepack(self.dtype):
+        if self.device.type == "cpu" and can_prepack(self.dtype):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
             self.weight = None
         else:
@@ -119,6 +128,12 @@ class Linear:
 
     def __call__(self, x: torch.Tensor, *, wide: bool = False) -> torch.Tensor:
         """(num_tokens, in_features) -> (num_tokens, sum(parts)), in float32 if `wide`"""
+        if self.device.type != "cpu":
+            assert self.weight is not None
+            if wide and self.bias is None and x.dtype != torch.float32:
+                return torch.mm(x, self.weight.T, out_dtype=torch.float32)
+            product = F.linear(x, self.weight, self.bias)
+            return product.float() if wide else product
         num_rows = len(x)
         if padding := _bucket(num_rows) - num_rows:
             x = F.pad(x, (0, 0, 0, padding))
@@ -185,23 +200,25 @@ class Int8Linear(Linear):
 QUANTIZED = {"int8": Int8Linear}  # model.quantization -> what linear layers are
 
 
-def linear_kind(dtype: torch.dtype, quantization: str | None, ops: Ops) -> Callable[..., Linear]:
-    """What makes a model's linear layers, from (in_features, parts, bias=)."""
+def linear_kind(
+    dtype: torch.dtype, quantization: str | None, ops: Ops, device: torch.device | None = None
+) -> Callable[..., Linear]:
+    """What makes a model's linear layers, from (in_features, parts, bias=); None is the CPU."""
     if quantization:
         return partial(QUANTIZED[quantization], dtype=dtype, ops=ops, arena=pages.Arena())
     if dtype in (torch.float32, torch.bfloat16) and ops.float_linear_pays(dtype):
         return partial(FloatLinear, dtype=dtype, ops=ops, arena=pages.Arena())
-    return partial(Linear, dtype=dtype)
+    return partial(Linear, dtype=dtype, device=device)
 
 
 class RopeTable:
     """Cosines and sines of every position, with the reference's float32 arithmetic so that both agree to the bit."""
 
-    def __init__(self, rope: RopeConfig, max_model_len: int) -> None:
+    def __init__(self, rope: RopeConfig, max_model_len: int, device: torch.device | None = None) -> None:
         inverse, attention_factor = inverse_frequencies(rope, max_model_len)
         angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * inverse[None, :]
-        self.cos = angles.cos() * attention_factor  # (max_model_len, rotary_dim / 2)
-        self.sin = angles.sin() * attention_factor  # (max_model_len, rotary_dim / 2)
+        self.cos = (angles.cos() * attention_factor).to(device)  # (max_model_len, rotary_dim / 2)
+        self.sin = (angles.sin() * attention_factor).to(device)  # (max_model_len, rotary_dim / 2)
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(num_tokens,) -> cos and sin, each (num_tokens, rotary_dim / 2) float32"""

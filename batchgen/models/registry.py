@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -264,11 +266,14 @@ def build(
     backend: AttentionBackend,
     max_model_len: int,
     ops: Ops,
+    device: torch.device | None = None,
+    readers: int = 1,
 ) -> Decoder:
     """Make the decoder and stream the checkpoint's tensors into place; every one is used or known to be needless.
 
     With `quantization` linear layers, the head among them, are quantised as they are loaded. `max_model_len` bounds the
-    positions. EOS ids of generation_config.json join those of config.json.
+    positions. `readers` files are read at once, each with one tensor in memory. EOS ids of generation_config.json join
+    those of config.json.
     """
     config = read_config(checkpoint.config)
     more_ends = _token_ids(checkpoint.generation_config.get("eos_token_id"))
@@ -277,18 +282,47 @@ def build(
     head_name = f"{names['head']}.weight"
     stored = {name for name in checkpoint.names if not any(pattern.fullmatch(name) for pattern in IGNORABLE)}
     decoder = Decoder(
-        config, dtype=dtype, quantization=quantization, backend=backend, max_model_len=max_model_len, ops=ops
+        config,
+        dtype=dtype,
+        quantization=quantization,
+        backend=backend,
+        max_model_len=max_model_len,
+        ops=ops,
+        device=device,
     )
     places = dict(_places(decoder, names))
     _check_names(checkpoint, config, stored - ({head_name} if config.tied_head else set()), set(places))
-    for name, tensor in checkpoint.stream(places, dtype=dtype):
-        _check_shape(checkpoint, name, tensor, places[name].shape)
-        places[name].load(tensor)
+    _load(checkpoint, places, dtype, device, readers)
     if config.tied_head:
         decoder.head.use(decoder.embedding)
         if head_name in stored:
             _compare_tied(checkpoint, head_name, names["embedding"], decoder.embedding)
     return decoder
+
+
+def _load(
+    checkpoint: Checkpoint,
+    places: Mapping[str, Place],
+    dtype: torch.dtype,
+    device: torch.device | None,
+    readers: int,
+) -> None:
+    lock = threading.Lock()  # parts of one layer may lie in two files
+
+    def load(names: Collection[str]) -> None:
+        for name, tensor in checkpoint.stream(names, dtype=dtype):
+            _check_shape(checkpoint, name, tensor, places[name].shape)
+            # read here, where others read too, and from there in one go
+            staged = tensor.pin_memory() if device is not None and device.type == "cuda" else tensor
+            with lock:
+                places[name].load(staged)
+
+    if readers == 1:
+        load(places)
+        return
+    with ThreadPoolExecutor(readers) as pool:
+        for _ in pool.map(load, checkpoint.by_file(places)):  # raises what a reader raised
+            pass
 
 
 def _check_names(checkpoint: Checkpoint, config: ModelConfig, stored: set[str], expected: set[str]) -> None:

@@ -42,6 +42,10 @@ class Checkpoint(Protocol):
         """
         ...
 
+    def by_file(self, names: Collection[str]) -> list[list[str]]:
+        """The names, those of a file together: to stream several files at once."""
+        ...
+
     def fingerprint(self) -> str:
         """SHA-256 in hex of configuration, headers and sampled bytes of every tensor; the folder's name is not in."""
         ...

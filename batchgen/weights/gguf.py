@@ -81,6 +81,9 @@ class GgufCheckpoint:
             if name in wanted:
                 yield name, self._tensor(name, info, dtype)
 
+    def by_file(self, names: Collection[str]) -> list[list[str]]:
+        return [list(names)]
+
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
         with open(self.path, "rb") as file:

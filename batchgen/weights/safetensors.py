@@ -86,6 +86,9 @@ class SafetensorsCheckpoint:
                     tensor = file.get_tensor(name)
                     yield name, tensor if dtype is None else tensor.to(dtype)
 
+    def by_file(self, names: Collection[str]) -> list[list[str]]:
+        return [[name for name in names if self._tensors[name].shard == shard] for shard in self._headers]
+
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
         for name in ("config.json", "generation_config.json"):

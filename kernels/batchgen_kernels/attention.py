@@ -252,7 +252,7 @@ def _attend(
         slots = (base + part).to(tl.int64) * NUM_HEADS + head
         acc = acc * (value_scale / tl.where(total == 0.0, 1.0, total))[:, None]
         tl.store(parts + slots[:, None] * VALUE_DIM + columns[None, :], acc, mask=stored)
-        tl.store(part_lses + slots, top + tl.log2(total), mask=live)
+        tl.store(part_lses + slots, top + tl.log2(tl.where(total == 0.0, 1.0, total)), mask=live)
 
 
 @triton.jit

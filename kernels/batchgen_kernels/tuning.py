@@ -23,6 +23,62 @@ class Config(NamedTuple):
 # the newest listed one of its maker below it, the interpreter and unknown makers take ("", ...). Values of one
 # architecture that depend on a size (of a head, of a row) are their own entries: "paged_attention/128".
 TABLE: dict[str, dict[tuple[str, tuple[int, int]], Config]] = {
+    # attention.py: steps with chunks of prompts, and decodes alone, by the larger of a key's and a value's size
+    "paged_attention/64": {
+        ("", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=2),
+        ("sm_80", (3, 0)): Config({"small": 16, "large": 128, "keys": 64}, num_warps=8, num_stages=3),
+        ("sm_90", (3, 0)): Config({"small": 16, "large": 128, "keys": 128}, num_warps=8, num_stages=2),
+        ("sm_100", (3, 0)): Config({"small": 16, "large": 128, "keys": 128}, num_warps=8, num_stages=2),
+        ("gfx942", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=1),
+    },
+    "paged_attention/128": {
+        ("", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=2),
+        ("sm_80", (3, 0)): Config({"small": 16, "large": 128, "keys": 32}, num_warps=8, num_stages=5),
+        ("sm_90", (3, 0)): Config({"small": 16, "large": 128, "keys": 64}, num_warps=8, num_stages=3),
+        ("sm_100", (3, 0)): Config({"small": 16, "large": 128, "keys": 64}, num_warps=8, num_stages=3),
+        ("gfx942", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=1),
+    },
+    "paged_attention/256": {
+        ("", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=2),
+        ("sm_80", (3, 0)): Config({"small": 16, "large": 64, "keys": 32}, num_warps=8, num_stages=2),
+        ("sm_90", (3, 0)): Config({"small": 16, "large": 64, "keys": 32}, num_warps=8, num_stages=3),
+        ("sm_100", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=8, num_stages=2),
+        ("gfx942", (3, 0)): Config({"small": 16, "large": 64, "keys": 32}, num_warps=4, num_stages=1),
+    },
+    # In float32 no matrix instruction helps, and larger tiles do not stay in registers.
+    "paged_attention/float32": {
+        ("", (3, 0)): Config({"small": 16, "large": 64, "keys": 32}, num_warps=4, num_stages=2),
+        ("sm_80", (3, 0)): Config({"small": 16, "large": 16, "keys": 32}, num_warps=4, num_stages=1),
+        ("gfx942", (3, 0)): Config({"small": 16, "large": 16, "keys": 32}, num_warps=4, num_stages=1),
+    },
+    "paged_decode/float32": {
+        ("", (3, 0)): Config({"small": 16, "large": 64, "keys": 32}, num_warps=4, num_stages=2),
+        ("sm_80", (3, 0)): Config({"small": 16, "large": 16, "keys": 32}, num_warps=4, num_stages=1),
+        ("gfx942", (3, 0)): Config({"small": 16, "large": 16, "keys": 32}, num_warps=4, num_stages=1),
+    },
+    "paged_decode/64": {
+        ("", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=2),
+        ("sm_80", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=5),
+        ("gfx942", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=1),
+    },
+    "paged_decode/128": {
+        ("", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=2),
+        ("sm_80", (3, 0)): Config({"small": 16, "large": 32, "keys": 64}, num_warps=4, num_stages=5),
+        ("sm_90", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=5),
+        ("gfx942", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=1),
+    },
+    "paged_decode/256": {
+        ("", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=2),
+        ("sm_80", (3, 0)): Config({"small": 16, "large": 64, "keys": 32}, num_warps=8, num_stages=2),
+        ("sm_90", (3, 0)): Config({"small": 16, "large": 64, "keys": 32}, num_warps=8, num_stages=3),
+        ("gfx942", (3, 0)): Config({"small": 16, "large": 64, "keys": 32}, num_warps=4, num_stages=1),
+    },
+    # cache.py
+    "rope_and_write": {
+        ("", (3, 0)): Config({"tokens": 32, "heads": 8}),
+        ("sm_80", (3, 0)): Config({"tokens": 1, "heads": 8}, num_warps=2),
+        ("gfx942", (3, 0)): Config({"tokens": 1, "heads": 8}, num_warps=1),
+    },
     # Rows of up to so many elements. A program takes several short ones: about 32 elements a thread are on their way.
     "rms_norm/256": {
         ("", (3, 6)): Config({"ROWS": 4}),
@@ -60,7 +116,7 @@ TABLE: dict[str, dict[tuple[str, tuple[int, int]], Config]] = {
         ("gfx942", (3, 6)): Config({"COLUMNS": 1024}),
     },
     "keyed_gumbel": {
-        ("", (3, 6)): Config({"BLOCK": 512}),
+        ("", (3, 6)): Config({"BLOCK": 8192}),
         ("sm_80", (3, 6)): Config({"BLOCK": 1024}),
         ("sm_90", (3, 6)): Config({"BLOCK": 1024}),
         ("sm_100", (3, 6)): Config({"BLOCK": 1024}),
@@ -68,28 +124,28 @@ TABLE: dict[str, dict[tuple[str, tuple[int, int]], Config]] = {
     },
     # SPLIT tokens of a row are a program's, BLOCK of them at a time; a search keeps KEPT tokens at hand.
     "sample/scan": {
-        ("", (3, 6)): Config({"SPLIT": 1024, "BLOCK": 512}),
-        ("sm_80", (3, 6)): Config({"SPLIT": 8192, "BLOCK": 4096}),
-        ("sm_90", (3, 6)): Config({"SPLIT": 8192, "BLOCK": 4096}),
-        ("sm_100", (3, 6)): Config({"SPLIT": 8192, "BLOCK": 4096}),
-        ("gfx942", (3, 6)): Config({"SPLIT": 8192, "BLOCK": 4096}),
+        ("", (3, 6)): Config({"SPLIT": 32768, "BLOCK": 8192}),
+        ("sm_80", (3, 6)): Config({"SPLIT": 8192, "BLOCK": 2048}),
+        ("sm_90", (3, 6)): Config({"SPLIT": 8192, "BLOCK": 2048}),
+        ("sm_100", (3, 6)): Config({"SPLIT": 8192, "BLOCK": 2048}),
+        ("gfx942", (3, 6)): Config({"SPLIT": 8192, "BLOCK": 2048}),
     },
     "sample/limit": {
-        ("", (3, 6)): Config({"BLOCK": 512, "KEPT": 64}),
+        ("", (3, 6)): Config({"BLOCK": 8192, "KEPT": 1024}),
         ("sm_80", (3, 6)): Config({"BLOCK": 4096, "KEPT": 2048}, num_warps=16),
         ("sm_90", (3, 6)): Config({"BLOCK": 4096, "KEPT": 2048}, num_warps=16),
         ("sm_100", (3, 6)): Config({"BLOCK": 4096, "KEPT": 2048}, num_warps=16),
         ("gfx942", (3, 6)): Config({"BLOCK": 4096, "KEPT": 2048}, num_warps=16),
     },
     "sample/draw": {
-        ("", (3, 6)): Config({"SPLIT": 1024, "BLOCK": 512}),
+        ("", (3, 6)): Config({"SPLIT": 32768, "BLOCK": 8192}),
         ("sm_80", (3, 6)): Config({"SPLIT": 8192, "BLOCK": 1024}),
         ("sm_90", (3, 6)): Config({"SPLIT": 8192, "BLOCK": 1024}),
         ("sm_100", (3, 6)): Config({"SPLIT": 8192, "BLOCK": 1024}),
         ("gfx942", (3, 6)): Config({"SPLIT": 8192, "BLOCK": 1024}),
     },
     "sample/likeliest": {
-        ("", (3, 6)): Config({"PART": 512}),
+        ("", (3, 6)): Config({"PART": 8192}),
         ("sm_80", (3, 6)): Config({"PART": 4096}, num_warps=8),
         ("sm_90", (3, 6)): Config({"PART": 4096}, num_warps=8),
         ("sm_100", (3, 6)): Config({"PART": 4096}, num_warps=8),
@@ -128,60 +184,6 @@ TABLE: dict[str, dict[tuple[str, tuple[int, int]], Config]] = {
     },
     "grouped_linear/float32": {
         ("", (3, 0)): Config({"COLUMNS": 32, "INNER": 32, "BAND": 8}, num_warps=8, num_stages=2),
-    },
-    # attention.py: steps with chunks of prompts, and decodes alone, by the larger of a key's and a value's size
-    "paged_attention/64": {
-        ("", (3, 0)): Config({"small": 16, "large": 32, "keys": 64}, num_warps=4, num_stages=2),
-        ("sm_80", (3, 0)): Config({"small": 16, "large": 128, "keys": 64}, num_warps=8, num_stages=3),
-        ("sm_90", (3, 0)): Config({"small": 16, "large": 128, "keys": 128}, num_warps=8, num_stages=2),
-        ("sm_100", (3, 0)): Config({"small": 16, "large": 128, "keys": 128}, num_warps=8, num_stages=2),
-        ("gfx942", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=1),
-    },
-    "paged_attention/128": {
-        ("", (3, 0)): Config({"small": 16, "large": 32, "keys": 64}, num_warps=4, num_stages=2),
-        ("sm_80", (3, 0)): Config({"small": 16, "large": 128, "keys": 32}, num_warps=8, num_stages=5),
-        ("sm_90", (3, 0)): Config({"small": 16, "large": 128, "keys": 64}, num_warps=8, num_stages=3),
-        ("sm_100", (3, 0)): Config({"small": 16, "large": 128, "keys": 64}, num_warps=8, num_stages=3),
-        ("gfx942", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=1),
-    },
-    "paged_attention/256": {
-        ("", (3, 0)): Config({"small": 16, "large": 32, "keys": 64}, num_warps=4, num_stages=2),
-        ("sm_80", (3, 0)): Config({"small": 16, "large": 64, "keys": 32}, num_warps=8, num_stages=2),
-        ("sm_90", (3, 0)): Config({"small": 16, "large": 64, "keys": 32}, num_warps=8, num_stages=3),
-        ("sm_100", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=8, num_stages=2),
-        ("gfx942", (3, 0)): Config({"small": 16, "large": 64, "keys": 32}, num_warps=4, num_stages=1),
-    },
-    # In float32 no matrix instruction helps, and larger tiles do not stay in registers.
-    "paged_attention/float32": {
-        ("", (3, 0)): Config({"small": 16, "large": 32, "keys": 32}, num_warps=4, num_stages=2),
-        ("sm_80", (3, 0)): Config({"small": 16, "large": 16, "keys": 32}, num_warps=4, num_stages=1),
-        ("gfx942", (3, 0)): Config({"small": 16, "large": 16, "keys": 32}, num_warps=4, num_stages=1),
-    },
-    "paged_decode/float32": {
-        ("", (3, 0)): Config({"small": 16, "large": 32, "keys": 32}, num_warps=4, num_stages=2),
-        ("sm_80", (3, 0)): Config({"small": 16, "large": 16, "keys": 32}, num_warps=4, num_stages=1),
-        ("gfx942", (3, 0)): Config({"small": 16, "large": 16, "keys": 32}, num_warps=4, num_stages=1),
-    },
-    "paged_decode/64": {
-        ("", (3, 0)): Config({"small": 16, "large": 32, "keys": 64}, num_warps=4, num_stages=2),
-        ("sm_80", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=5),
-        ("gfx942", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=1),
-    },
-    "paged_decode/128": {
-        ("", (3, 0)): Config({"small": 16, "large": 32, "keys": 64}, num_warps=4, num_stages=2),
-        ("sm_80", (3, 0)): Config({"small": 16, "large": 32, "keys": 64}, num_warps=4, num_stages=5),
-        ("sm_90", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=5),
-        ("gfx942", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=1),
-    },
-    "paged_decode/256": {
-        ("", (3, 0)): Config({"small": 16, "large": 32, "keys": 64}, num_warps=4, num_stages=2),
-        ("sm_80", (3, 0)): Config({"small": 16, "large": 64, "keys": 32}, num_warps=8, num_stages=2),
-        ("sm_90", (3, 0)): Config({"small": 16, "large": 64, "keys": 32}, num_warps=8, num_stages=3),
-        ("gfx942", (3, 0)): Config({"small": 16, "large": 64, "keys": 32}, num_warps=4, num_stages=1),
-    },
-    # cache.py
-    "rope_and_write": {
-        ("", (3, 0)): Config({"heads": 8}, num_warps=2),
     },
 }
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from batches import batch
 from batchgen_kernels import cpu
 
-from batchgen.attention.base import AttentionMetadata
+from batchgen.attention.base import AttentionBackend, AttentionMetadata
 from batchgen.attention.cpu import CpuAttention
 from batchgen.attention.reference import ReferenceBackend
 from batchgen.errors import ModelError
@@ -22,16 +23,15 @@ def native(block_size: int = 16) -> CpuAttention:
     return CpuAttention(OPS, block_size)
 
 
-def metadata(chunks: list[tuple[int, int, int]], padding: int = 0) -> AttentionMetadata:
-    """Of (sequence, first, end) chunks; sequence s owns the blocks 10 s + 9, 10 s + 8, ..."""
-    slots = [(10 * s + 9 - p // 16) * 16 + p % 16 for s, a, b in chunks for p in range(a, b)]
-    return AttentionMetadata(
-        query_starts=torch.tensor([0] + [b - a for _, a, b in chunks]).cumsum(0).int(),
-        context_lens=torch.tensor([b for _, _, b in chunks], dtype=torch.int32),
-        block_table=torch.tensor([[10 * s + 9 - i for i in range(10)] for s, _, _ in chunks], dtype=torch.int32),
-        slot_mapping=torch.tensor(slots + [-1] * padding),
-        max_query_len=max(b - a for _, a, b in chunks),
-        max_context_len=max(b for _, _, b in chunks),
+def chunks(backend: AttentionBackend, rows: list[tuple[int, int, int]], padding: int = 0) -> AttentionMetadata:
+    """Of (sequence, first, end) rows; sequence s owns the blocks 10 s + 9, 10 s + 8, ..."""
+    slots = [(10 * s + 9 - p // 16) * 16 + p % 16 for s, a, b in rows for p in range(a, b)]
+    return batch(
+        backend,
+        [b - a for _, a, b in rows],
+        [b for _, _, b in rows],
+        [[10 * s + 9 - i for i in range(10)] for s, _, _ in rows],
+        slots + [-1] * padding,
     )
 
 
@@ -42,11 +42,12 @@ def test_equals_the_reference_backend(dtype: torch.dtype) -> None:
     for backend in (fast, plain):
         backend.allocate(LAYERS, 40, dtype)
     steps = [
-        metadata([(0, 0, 100), (2, 0, 3)]),
-        metadata([(2, 3, 4), (0, 100, 101), (1, 0, 35)], padding=5),
-        metadata([(0, 101, 102), (3, 0, 1)]),
+        ([(0, 0, 100), (2, 0, 3)], 0),
+        ([(2, 3, 4), (0, 100, 101), (1, 0, 35)], 5),
+        ([(0, 101, 102), (3, 0, 1)], 0),
     ]
-    for step in steps:
+    for rows, padding in steps:
+        step = chunks(fast, rows, padding)
         tokens = len(step.slot_mapping)
         cos, sin = torch.rand(tokens, 16), torch.rand(tokens, 16)
         for layer, spec in enumerate(LAYERS):
@@ -60,7 +61,7 @@ def test_equals_the_reference_backend(dtype: torch.dtype) -> None:
             tolerance = 1e-5 if dtype == torch.float32 else 2e-2
             torch.testing.assert_close(*outs, atol=tolerance, rtol=tolerance)
     # What was sampled attends as single tokens, with other metadata in the same step.
-    samples = metadata([(0, 101, 102), (1, 34, 35)])
+    samples = chunks(fast, [(0, 101, 102), (1, 34, 35)])
     query = torch.randn(2, 6, 32).to(dtype)
     torch.testing.assert_close(fast.attend(0, query, samples), plain.attend(0, query, samples), atol=2e-2, rtol=2e-2)
 
@@ -68,7 +69,7 @@ def test_equals_the_reference_backend(dtype: torch.dtype) -> None:
 def test_copied_block_serves_like_its_source() -> None:
     backend = native()
     backend.allocate(LAYERS, 40, torch.bfloat16)
-    step = metadata([(0, 0, 16)])
+    step = chunks(backend, [(0, 0, 16)])
     for layer, spec in enumerate(LAYERS):
         key = torch.randn(16, spec.num_kv_heads, spec.head_dim).bfloat16()
         cos, sin = torch.ones(16, 0), torch.zeros(16, 0)
@@ -76,7 +77,8 @@ def test_copied_block_serves_like_its_source() -> None:
     query = torch.randn(16, 6, 32).bfloat16()
     before = backend.attend(0, query, step)
     backend.copy_block(9, 25)
-    step.block_table[0, 0] = 25
+    step.host_table[0, 0] = 25
+    backend.prepare(step)
     assert torch.equal(before, backend.attend(0, query, step))
 
 

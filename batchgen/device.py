@@ -1,0 +1,158 @@
+"""The device that a model runs on: what goes to it and what comes back, without the host having to wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy.typing as npt
+import torch
+
+from batchgen import memory
+from batchgen.errors import BatchgenError, Interrupted
+
+Array = npt.NDArray[Any]
+
+OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory")  # of CUDA, and torch's CPU allocator
+# What a GPU says of a program that went wrong rather than of itself: to run it again would end in the same way
+OUR_FAULT = ("illegal memory access", "device-side assert", "misaligned address", "illegal instruction", "invalid")
+
+
+class Device(Protocol):
+    """Everything happens in the order in which it is asked for, as on one CUDA stream."""
+
+    torch_device: torch.device
+    name: str  # for people
+    num_multiprocessors: int
+    captures: bool  # whether `capture` pays
+
+    def upload(self, array: Array, into: torch.Tensor | None = None) -> torch.Tensor:
+        """The array on the device. It must not be changed afterwards, except where `into` takes a copy: a tensor of
+        the same dtype and at least as long, whose first entries are overwritten; comes back cut to the array's length.
+        """
+        ...
+
+    def download(self, tensor: torch.Tensor) -> Callable[[], Array]:
+        """Begin to bring the tensor, as it is at this point, to the host; the call that comes back waits for it."""
+        ...
+
+    def capture(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """What repeats `work`, on tensors that stay where they are, into the same result. It has not run yet."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Memory that can still be taken."""
+        ...
+
+    def give_back(self) -> None:
+        """Free what torch keeps for itself, after an attempt that found no memory."""
+        ...
+
+
+class Cpu:
+    """The host itself: nothing is copied, nothing is late."""
+
+    torch_device = torch.device("cpu")
+    name = "cpu"
+    num_multiprocessors = 1
+    captures = False
+
+    def upload(self, array: Array, into: torch.Tensor | None = None) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        if into is None:
+            return tensor
+        return into[: len(tensor)].copy_(tensor)
+
+    def download(self, tensor: torch.Tensor) -> Callable[[], Array]:
+        array: Array = tensor.numpy()
+        return lambda: array
+
+    def capture(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        return work
+
+    def free_bytes(self) -> int:
+        return memory.available()
+
+    def give_back(self) -> None:
+        pass
+
+
+class Cuda:
+    """A GPU of NVIDIA's or AMD's, through torch's current stream."""
+
+    def __init__(self, index: int = 0) -> None:
+        self.torch_device = torch.device("cuda", index)
+        self.name = str(torch.cuda.get_device_name(index))
+        self.total_bytes = int(torch.cuda.mem_get_info(index)[1])
+        self.num_multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
+        self.captures = True
+        self._pool: Any = None  # memory that all graphs share
+
+    def upload(self, array: Array, into: torch.Tensor | None = None) -> torch.Tensor:
+        # torch keeps a pinned buffer that is given back from being used again before the copy out of it is done
+        pinned = torch.from_numpy(array).pin_memory()
+        if into is None:
+            return pinned.to(self.torch_device, non_blocking=True)
+        return into[: len(pinned)].copy_(pinned, non_blocking=True)
+
+    def download(self, tensor: torch.Tensor) -> Callable[[], Array]:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+
+        def wait() -> Array:
+            arrived.synchronize()
+            array: Array = host.numpy()
+            return array
+
+        return wait
+
+    def capture(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        work()  # kernels are compiled, and libraries take their workspaces, before anything is recorded
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = work()
+        self._pool = graph.pool()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+    def free_bytes(self) -> int:
+        self.give_back()
+        return int(torch.cuda.mem_get_info(self.torch_device)[0])
+
+    def give_back(self) -> None:
+        torch.cuda.empty_cache()
+
+    def peak_of(self, work: Callable[[], None]) -> int:
+        """Bytes that torch takes at most during `work`, beside what it holds before."""
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        before = torch.cuda.memory_allocated(self.torch_device)
+        work()
+        torch.cuda.synchronize()
+        return int(torch.cuda.max_memory_allocated(self.torch_device)) - before
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
+
+
+def device_error(error: Exception) -> BatchgenError | None:
+    """What an error of the GPU itself means for the job; None where it is none of these."""
+    if not isinstance(error, RuntimeError) or not any(text in str(error) for text in ("CUDA error", "HIP error")):
+        return None
+    first = str(error).splitlines()[0]
+    if any(text in first for text in OUR_FAULT):
+        return BatchgenError(f"a kernel failed on the GPU: {first}; progress is saved, please report it")
+    return Interrupted(
+        f"the GPU was lost: {first}; progress is saved, run the same command again, on another machine if this comes "
+        "back (the system log names the cause: Xid)",
+        reason="device",
+    )
