@@ -363,6 +363,8 @@ def _rank(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]
 
 def _likeliest(logits: torch.Tensor, width: int) -> torch.Tensor:
     """As `_rank`, but the last ones are those of the lowest ids -> (num_rows, width)."""
+    if not width:
+        return torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
     values, ids = _rank(logits, width)
     tied = (logits >= values[:, -1:]).sum(dim=1) > width
     if tied.any():

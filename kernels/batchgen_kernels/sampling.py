@@ -15,31 +15,31 @@ import triton.language as tl
 from batchgen_kernels import tuning
 from batchgen_kernels.draws import Bias, Drawn, Logprobs, Penalties, SamplingRows
 
-LOWEST = tl.constexpr(-(1 << 31))  # no rank is below
+FLOOR = tl.constexpr(-0x7F800001)  # the rank of minus infinity: of tokens that are not drawn
 PROMPT = tl.constexpr(1 << 30)  # of a count: the token is in the prompt
 LINEAR_PASSES = tl.constexpr(6)  # of a search, before it goes on by ranks, which ends whatever the logits are
 MAX_LOGPROBS = 64
 
 
 @triton.jit
-def _multiply(x, factor):
-    return tl.umulhi(x, factor), x * factor
-
-
-@triton.jit
-def _gumbel(key, position, sample, first, BLOCK: tl.constexpr):
-    """Noise of tokens first .. first + BLOCK - 1; `first` is a multiple of 4."""
+def _philox(key, position, sample, first, BLOCK: tl.constexpr):
+    """The words of tokens first .. first + BLOCK - 1; `first` is a multiple of 4."""
     quads = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     key0, key1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
     word0, word1 = quads, tl.zeros_like(quads) + position.to(tl.uint32)
     word2, word3 = tl.zeros_like(quads) + sample.to(tl.uint32), tl.zeros_like(quads)
     factor0, factor2 = tl.full((BLOCK // 4,), 0xD2511F53, tl.uint32), tl.full((BLOCK // 4,), 0xCD9E8D57, tl.uint32)
     for _ in tl.static_range(10):
-        high0, low0 = _multiply(word0, factor0)
-        high2, low2 = _multiply(word2, factor2)
+        high0, low0 = tl.umulhi(word0, factor0), word0 * factor0
+        high2, low2 = tl.umulhi(word2, factor2), word2 * factor2
         word0, word1, word2, word3 = high2 ^ word1 ^ key0, low2, high0 ^ word3 ^ key1, low0
         key0, key1 = key0 + 0x9E3779B9, key1 + 0xBB67AE85
-    words = tl.interleave(tl.interleave(word0, word2), tl.interleave(word1, word3))
+    return tl.interleave(tl.interleave(word0, word2), tl.interleave(word1, word3))
+
+
+@triton.jit
+def _gumbel(key, position, sample, first, BLOCK: tl.constexpr):
+    words = _philox(key, position, sample, first, BLOCK)
     uniform = ((words >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2^-23
     return -tl.log(-tl.log(uniform))
 
@@ -140,7 +140,7 @@ def _let_pass(x, allowed, allowed_stride, vocab, row, tokens):
     if allowed is not None:
         words = tl.load(allowed + row.to(tl.int64) * allowed_stride + tokens // 32, mask=tokens < vocab, other=0)
         x = tl.where((words >> (tokens % 32)) & 1 != 0, x, float("-inf"))
-    return tl.where(x == x, x, float("-inf"))
+    return tl.where(x > float("-inf"), x, float("-inf"))
 
 
 @triton.jit
@@ -169,6 +169,12 @@ def _best_of_row(values, ids, row, num_splits, SPLITS: tl.constexpr):
     found = row * num_splits + split
     value = tl.load(values + found, mask=split < num_splits, other=float("-inf"))
     return _best(value, tl.load(ids + found, mask=split < num_splits, other=0x7FFFFFFF))
+
+
+@triton.jit
+def _largest_of_row(values, row, num_splits, SPLITS: tl.constexpr):
+    split = tl.arange(0, SPLITS)
+    return tl.max(tl.load(values + row * num_splits + split, mask=split < num_splits, other=float("-inf")), axis=0)
 
 
 @triton.jit
@@ -224,34 +230,35 @@ def _limit_kernel(
     """The rank and the id of the last token that top_k and top_p leave."""
     row = tl.program_id(0)
     heat, k, p = tl.load(temperature + row), tl.load(top_k + row), tl.load(top_p + row)
-    rank, last = tl.full((), LOWEST, tl.int32), vocab
+    rank, last = tl.full((), FLOOR, tl.int32), vocab
     if (heat > 0.0) & ((k < vocab) | (p < 1.0)):
-        largest, _ = _best_of_row(values, ids, row, num_splits, SPLITS)
+        largest = _largest_of_row(values, row, num_splits, SPLITS)
         inverse = 1.0 / heat
         kept += row.to(tl.int64) * KEPT
-        high = _rank(largest).to(tl.int64)
-        low, reach = tl.full((), LOWEST, tl.int64) - 1, vocab  # the cut is above `low`, as are `reach` tokens
+        low, high = rank, _rank(largest)
+        reach = vocab  # at least the number of tokens above `low`
+        if allowed is not None:
+            reach, mass = _above(logits, stride, allowed, allowed_stride, vocab, row, low, largest, inverse, BLOCK)
         equals, wanted = vocab, vocab  # how many tokens are as likely as the cut, and how many of them are left
-        if k < vocab:
-            cut, above, equals = _search(
+        if k < reach:
+            rank, above, equals = _search(
                 logits, stride, allowed, allowed_stride, vocab, row, kept, k.to(tl.float32), low, high, reach, largest,
                 inverse, False, BLOCK, KEPT,
             )  # fmt: skip
-            rank, low, reach = cut.to(tl.int32), cut - 1, above.to(tl.int32) + equals
+            low, reach = rank - 1, above.to(tl.int32) + equals
             wanted = k - above.to(tl.int32)
         if p < 1.0:
-            mass = _mass_above(logits, stride, allowed, allowed_stride, vocab, row, low, largest, inverse, BLOCK)
-            if k < vocab:  # less those of the last rank that top_k did not leave
+            _number, mass = _above(logits, stride, allowed, allowed_stride, vocab, row, low, largest, inverse, BLOCK)
+            if rank > FLOOR:  # less those of the last rank that top_k did not leave
                 mass -= (equals - wanted).to(tl.float32) * tl.exp((_value(rank) - largest) * inverse)
-            target = p * mass
-            cut, above, equals_p = _search(
-                logits, stride, allowed, allowed_stride, vocab, row, kept, target, low, high, reach, largest,
+            cut, above, equals = _search(
+                logits, stride, allowed, allowed_stride, vocab, row, kept, p * mass, low, high, reach, largest,
                 inverse, True, BLOCK, KEPT,
             )  # fmt: skip
-            each = tl.exp((_value(cut.to(tl.int32)) - largest) * inverse)
-            wanted_p = tl.minimum(tl.ceil((target - above) / each), vocab * 1.0).to(tl.int32)
-            wanted = tl.minimum(wanted_p, tl.where(cut.to(tl.int32) == rank, wanted, vocab))
-            rank, equals = cut.to(tl.int32), equals_p
+            each = tl.exp((_value(cut) - largest) * inverse)
+            wanted_p = tl.minimum(tl.ceil((p * mass - above) / each), vocab * 1.0).to(tl.int32)
+            wanted = tl.minimum(wanted_p, tl.where(cut == rank, wanted, vocab))
+            rank = cut
         if wanted < equals:
             last = _nth_id(logits, stride, allowed, allowed_stride, vocab, row, rank, wanted, BLOCK)
     tl.store(cuts + row, rank)
@@ -277,33 +284,34 @@ def _search(
     BLOCK: tl.constexpr,
     KEPT: tl.constexpr,
 ):
-    """The lowest rank so that the tokens above it weigh less than `target`, each 1 or, by mass, exp of its scaled logit;
-    what they weigh; and how many tokens have this rank.
+    """The lowest rank so that the tokens above it weigh less than `target`; what they weigh; how many tokens have it.
 
-    It lies in (low, high], above `low` are `reach` tokens, above `high` none. The range is cut in four until it holds
-    few tokens, whose ranks are then kept at hand, and halved.
+    A token weighs 1 or, by mass, exp of its scaled logit. The rank lies in (low, high], above `low` are `reach` tokens
+    at most, above `high` none. The range is cut in four until it holds few tokens, whose ranks are then kept at hand,
+    and halved.
     """
     above = 0.0  # weight of the ranks above `high`
     past = 0  # and their number
     passes = 0
-    while (reach - past > KEPT) & (high - low > 1):
+    while (reach - past > KEPT) & (high - 1 > low):
         if passes < LINEAR_PASSES:
-            top = _value(high.to(tl.int32))
-            if low < LOWEST:
-                value1, value2, value3 = top - 16.0 / inverse, top - 8.0 / inverse, top - 3.0 / inverse
-            else:
-                bottom = _value(low.to(tl.int32))
+            top = _value(high)
+            if low > FLOOR:
+                bottom = _value(low)
                 value1, value3 = bottom * 0.75 + top * 0.25, bottom * 0.25 + top * 0.75
                 value2 = bottom * 0.5 + top * 0.5
+            else:
+                value1, value2, value3 = top - 16.0 / inverse, top - 8.0 / inverse, top - 3.0 / inverse
             # A rounded value, or one of infinities, may lie outside
-            rank1 = tl.minimum(tl.maximum(_rank(value1).to(tl.int64), low), high)
-            rank2 = tl.minimum(tl.maximum(_rank(value2).to(tl.int64), rank1), high)
-            rank3 = tl.minimum(tl.maximum(_rank(value3).to(tl.int64), rank2), high)
+            rank1 = tl.minimum(tl.maximum(_rank(value1), low), high)
+            rank2 = tl.minimum(tl.maximum(_rank(value2), rank1), high)
+            rank3 = tl.minimum(tl.maximum(_rank(value3), rank2), high)
         else:
+            width = high.to(tl.int64) - low
             rank1, rank2, rank3 = (
-                low + (high - low) // 4,
-                low + (high - low) // 2,
-                low + (high - low) * 3 // 4,
+                (low + width // 4).to(tl.int32),
+                (low + width // 2).to(tl.int32),
+                (low + width * 3 // 4).to(tl.int32),
             )
         passes += 1
         weight1 = tl.zeros((BLOCK,), tl.float32)
@@ -313,8 +321,8 @@ def _search(
         for first in range(0, vocab, BLOCK):
             tokens = first + tl.arange(0, BLOCK)
             x = _load(logits, stride, allowed, allowed_stride, vocab, row, tokens)
-            rank = tl.where(tokens < vocab, _rank(x), LOWEST)
-            over1, over2, over3 = rank > rank1.to(tl.int32), rank > rank2.to(tl.int32), rank > rank3.to(tl.int32)
+            rank = _rank(x)
+            over1, over2, over3 = rank > rank1, rank > rank2, rank > rank3
             number1, number2, number3 = number1 + over1, number2 + over2, number3 + over3
             if BY_MASS:
                 weight = tl.exp((x - largest) * inverse)
@@ -335,14 +343,14 @@ def _search(
         else:
             low, reach = rank3, count3
     equals = reach - past
-    if high - low > 1:
+    if high - 1 > low:
         place = 0
         for first in range(0, vocab, BLOCK):
             tokens = first + tl.arange(0, BLOCK)
-            rank = _rank(_load(logits, stride, allowed, allowed_stride, vocab, row, tokens)).to(tl.int64)
-            between = ((rank > low) & (rank <= high) & (tokens < vocab)).to(tl.int32)
+            rank = _rank(_load(logits, stride, allowed, allowed_stride, vocab, row, tokens))
+            between = ((rank > low) & (rank <= high)).to(tl.int32)
             places = place + tl.cumsum(between, axis=0) - 1
-            tl.store(kept + places, rank.to(tl.int32), mask=(between != 0) & (places < KEPT))
+            tl.store(kept + places, rank, mask=(between != 0) & (places < KEPT))
             place += tl.sum(between, axis=0)
         tl.debug_barrier()
         entry = tl.arange(0, KEPT)
@@ -350,8 +358,8 @@ def _search(
         weights = tl.exp((_value(ranks) - largest) * inverse) if BY_MASS else tl.full((KEPT,), 1.0, tl.float32)
         weights = tl.where(entry < place, weights, 0.0)
         base = above
-        while high - low > 1:
-            middle = low + (high - low) // 2
+        while high - 1 > low:
+            middle = (low + (high.to(tl.int64) - low) // 2).to(tl.int32)
             total = base + tl.sum(tl.where(ranks > middle, weights, 0.0), axis=0)
             if total < target:
                 high, above = middle, total
@@ -363,15 +371,16 @@ def _search(
 
 
 @triton.jit
-def _mass_above(
-    logits, stride, allowed, allowed_stride, vocab, row, low, largest, inverse, BLOCK: tl.constexpr
-):  # fmt: skip
-    """The sum of exp of the scaled logits of ranks above `low`."""
+def _above(logits, stride, allowed, allowed_stride, vocab, row, low, largest, inverse, BLOCK: tl.constexpr):
+    """How many tokens are of ranks above `low`, and the sum of exp of their scaled logits."""
+    number = tl.zeros((BLOCK,), tl.int32)
     mass = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, vocab, BLOCK):
         x = _load(logits, stride, allowed, allowed_stride, vocab, row, first + tl.arange(0, BLOCK))
-        mass += tl.where(_rank(x) > low, tl.exp((x - largest) * inverse), 0.0)
-    return tl.sum(mass, axis=0)
+        over = _rank(x) > low
+        number += over
+        mass += tl.where(over, tl.exp((x - largest) * inverse), 0.0)
+    return tl.sum(number, axis=0), tl.sum(mass, axis=0)
 
 
 @triton.jit
@@ -381,7 +390,7 @@ def _nth_id(logits, stride, allowed, allowed_stride, vocab, row, rank, nth, BLOC
     for first in range(0, vocab, BLOCK):
         tokens = first + tl.arange(0, BLOCK)
         x = _load(logits, stride, allowed, allowed_stride, vocab, row, tokens)
-        equal = ((_rank(x) == rank) & (tokens < vocab)).to(tl.int32)
+        equal = (_rank(x) == rank).to(tl.int32)
         places = seen + tl.cumsum(equal, axis=0)
         found = tl.minimum(found, tl.min(tl.where((equal != 0) & (places == nth), tokens, vocab), axis=0))
         seen += tl.sum(equal, axis=0)
@@ -411,7 +420,7 @@ def _draw_kernel(
     row, split = tl.program_id(0), tl.program_id(1)
     heat = tl.load(temperature + row)
     if heat > 0.0:
-        largest, _ = _best_of_row(values, ids, row, num_splits, SPLITS)
+        largest = _largest_of_row(values, row, num_splits, SPLITS)
         key, position, sample = tl.load(keys + row), tl.load(positions + row), tl.load(samples + row)
         cut, last = tl.load(cuts + row), tl.load(cuts + tl.num_programs(0) + row)
         inverse, least = 1.0 / heat, tl.load(log_min_p + row)
@@ -421,7 +430,7 @@ def _draw_kernel(
             tokens = first + tl.arange(0, BLOCK)
             x = _load(logits, stride, allowed, allowed_stride, vocab, row, tokens)
             rank, scaled = _rank(x), (x - largest) * inverse
-            left = ((rank > cut) | ((rank == cut) & (tokens <= last))) & (scaled >= least) & (tokens < vocab)
+            left = ((rank > cut) | ((rank == cut) & (tokens <= last))) & (scaled >= least) & (rank > FLOOR)
             if tl.max(left.to(tl.int32), axis=0) != 0:
                 score = tl.where(left, scaled + _gumbel(key, position, sample, first, BLOCK), float("-inf"))
                 best_ids = tl.where(score > best, tokens, best_ids)
@@ -444,7 +453,7 @@ def _finish_kernel(
 ):
     row, num_rows = tl.program_id(0), tl.num_programs(0)
     drawn = tl.where(tl.load(temperature + row) > 0.0, num_rows, 0)
-    _, token = _best_of_row(values, ids, row + drawn, num_splits, SPLITS)
+    _score, token = _best_of_row(values, ids, row + drawn, num_splits, SPLITS)
     tl.store(tokens + row, token.to(tl.int64))
     split = tl.arange(0, SPLITS)
     bad = tl.load(ids + (2 * num_rows + row) * num_splits + split, mask=split < num_splits, other=0)
@@ -485,12 +494,6 @@ def _logprobs(
         FOUND=triton.next_power_of_2(max(1, num_parts * number)),
     )
     return Logprobs(drawn, ids, top)
-
-
-@triton.jit
-def _largest_of_row(values, row, num_splits, SPLITS: tl.constexpr):
-    split = tl.arange(0, SPLITS)
-    return tl.max(tl.load(values + row * num_splits + split, mask=split < num_splits, other=float("-inf")), axis=0)
 
 
 @triton.jit
