@@ -26,7 +26,7 @@ TABLE: dict[str, dict[tuple[str, tuple[int, int]], Config]] = {
     # attention.py: steps with chunks of prompts, and decodes alone, by the larger of a key's and a value's size
     "paged_attention/64": {
         ("", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=2),
-        ("sm_80", (3, 0)): Config({"small": 16, "large": 128, "keys": 64}, num_warps=4, num_stages=3),
+        ("sm_80", (3, 0)): Config({"small": 16, "large": 128, "keys": 64}, num_warps=8, num_stages=3),
         ("sm_90", (3, 0)): Config({"small": 16, "large": 128, "keys": 128}, num_warps=8, num_stages=2),
         ("sm_100", (3, 0)): Config({"small": 16, "large": 128, "keys": 128}, num_warps=8, num_stages=2),
         ("gfx942", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=1),
@@ -44,6 +44,17 @@ TABLE: dict[str, dict[tuple[str, tuple[int, int]], Config]] = {
         ("sm_90", (3, 0)): Config({"small": 16, "large": 64, "keys": 32}, num_warps=8, num_stages=3),
         ("sm_100", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=8, num_stages=2),
         ("gfx942", (3, 0)): Config({"small": 16, "large": 64, "keys": 32}, num_warps=4, num_stages=1),
+    },
+    # In float32 no matrix instruction helps, and larger tiles do not stay in registers.
+    "paged_attention/float32": {
+        ("", (3, 0)): Config({"small": 16, "large": 64, "keys": 32}, num_warps=4, num_stages=2),
+        ("sm_80", (3, 0)): Config({"small": 16, "large": 16, "keys": 32}, num_warps=4, num_stages=1),
+        ("gfx942", (3, 0)): Config({"small": 16, "large": 16, "keys": 32}, num_warps=4, num_stages=1),
+    },
+    "paged_decode/float32": {
+        ("", (3, 0)): Config({"small": 16, "large": 64, "keys": 32}, num_warps=4, num_stages=2),
+        ("sm_80", (3, 0)): Config({"small": 16, "large": 16, "keys": 32}, num_warps=4, num_stages=1),
+        ("gfx942", (3, 0)): Config({"small": 16, "large": 16, "keys": 32}, num_warps=4, num_stages=1),
     },
     "paged_decode/64": {
         ("", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=2),
