@@ -1,34 +1,59 @@
-# batchgen in a container.
+# batchgen in a container, for machines with an NVIDIA GPU (CUDA 13, driver 580 or newer) and for machines without:
 #
-#   docker build -t batchgen .
-#   docker run --rm -v "$PWD:/work" --user "$(id -u):$(id -g)" batchgen run job.yaml
+#   docker build --target gpu -t batchgen:gpu .
+#   docker build --target cpu -t batchgen:cpu .
+#   docker run --rm --gpus all -v "$PWD:/work" --user "$(id -u):$(id -g)" batchgen:gpu run job.yaml
 #
-# torch is held to the release that CPU runs are tested with; --build-arg DEVICE=gpu leaves its choice to pip, which
-# takes the newest, made for NVIDIA GPUs. PIP_INDEX_URL and PIP_EXTRA_INDEX_URL may be given as build arguments too,
-# for example to take a smaller, CPU-only build.
+# The image for GPUs runs on a CPU too; the other one is some gigabytes smaller. `docker stop` sends SIGTERM: the job
+# saves its work and ends with exit code 75; give it time to (`docker stop --timeout 30`).
+# PIP_INDEX_URL and PIP_EXTRA_INDEX_URL may be given as build arguments.
 
-ARG PYTHON_VERSION=3.12
-
-FROM python:${PYTHON_VERSION}-slim AS build
+# The wheel is made on the older system of the two, so that its library loads on both.
+FROM python:3.12.11-slim-bookworm AS wheel
+# hadolint ignore=DL3008
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 WORKDIR /src
-COPY . .
+COPY pyproject.toml setup.py README.md LICENSE ./
+COPY batchgen batchgen
+COPY kernels kernels
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
-FROM python:${PYTHON_VERSION}-slim
-ARG DEVICE=cpu
-ARG EXTRAS=s3,gcs,azure,hub
+# torch brings CUDA's libraries itself. Triton compiles its launchers when it runs: a C compiler, Python's headers.
+FROM nvidia/cuda:13.0.2-base-ubuntu24.04 AS gpu
+# hadolint ignore=DL3008
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends ca-certificates gcc libc6-dev python3-dev python3-venv \
+ && rm -rf /var/lib/apt/lists/* \
+ && python3 -m venv /opt/batchgen
+ENV PATH=/opt/batchgen/bin:$PATH
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
-COPY constraints-cpu.txt /tmp/
-COPY --from=build /wheels /wheels
-RUN if [ "$DEVICE" = gpu ]; then : > /tmp/constraints-cpu.txt; fi \
- && pip install --no-cache-dir -c /tmp/constraints-cpu.txt torch \
- && pip install --no-cache-dir -c /tmp/constraints-cpu.txt "$(echo /wheels/*.whl)[$EXTRAS]" \
- && rm -rf /wheels /tmp/constraints-cpu.txt
+COPY requirements-image.txt /opt/
+# Layers by how seldom they change: torch, other packages, batchgen.
+RUN pip install --no-cache-dir -c /opt/requirements-image.txt torch
+# hadolint ignore=DL3059
+RUN pip install --no-cache-dir -r /opt/requirements-image.txt
+RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels pip install --no-cache-dir --no-deps /wheels/*.whl \
+ && pip check
 RUN useradd --create-home --uid 10001 batchgen
-USER batchgen
+USER 10001
+WORKDIR /work
+ENTRYPOINT ["batchgen"]
+
+FROM python:3.12.11-slim-bookworm AS cpu
+RUN python3 -m venv /opt/batchgen
+ENV PATH=/opt/batchgen/bin:$PATH
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+COPY requirements-image.txt /opt/
+RUN pip install --no-cache-dir -c /opt/requirements-image.txt torch
+# hadolint ignore=DL3059
+RUN pip install --no-cache-dir -r /opt/requirements-image.txt
+RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels pip install --no-cache-dir --no-deps /wheels/*.whl \
+ && pip check
+RUN useradd --create-home --uid 10001 batchgen
+USER 10001
 WORKDIR /work
 ENTRYPOINT ["batchgen"]

@@ -44,6 +44,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/hadolint Dockerfile
 
 docs: $(VENV)/.installed
 	$(BIN)/python -m batchgen.spec > docs/job-file.md
