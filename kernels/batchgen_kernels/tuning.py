@@ -9,6 +9,8 @@ from typing import NamedTuple
 import triton
 
 INTERPRETER = "interpreter"  # Triton's own, on a CPU
+# What is sold for graphics has the matrix instructions and the shared memory of an older generation.
+LIKE = {"sm_120": "sm_89", "sm_121": "sm_89"}
 
 
 class Config(NamedTuple):
@@ -199,7 +201,8 @@ def architecture() -> str:
 
 def choose(kernel: str) -> Config:
     """The entry of TABLE for this device and this Triton. KeyError where the kernel has none that fits."""
-    return _choose(kernel, architecture(), _version())
+    arch = architecture()
+    return _choose(kernel, LIKE.get(arch, arch), _version())
 
 
 @cache
