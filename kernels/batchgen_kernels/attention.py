@@ -40,15 +40,11 @@ def launch_config(
 ) -> Config:
     """How the kernel is launched for steps of decodes only or for others, with KV of this dtype: `small` and `large`
     are the rows of its two tiles, `keys` is how many keys a tile of them has."""
-    width = max(64, triton.next_power_of_2(max(key_dim, value_dim)))
-    config = choose(f"paged_{'decode' if decode else 'attention'}/{width}")
+    size = "float32" if dtype == torch.float32 else max(64, triton.next_power_of_2(max(key_dim, value_dim)))
+    config = choose(f"paged_{'decode' if decode else 'attention'}/{size}")
     small = max(config.blocks["small"], triton.next_power_of_2(num_heads // num_kv_heads))
     blocks = {"small": small, "large": max(config.blocks["large"], small), "keys": config.blocks["keys"]}
-    stages = config.num_stages
-    if dtype == torch.float32:  # it takes twice the room
-        blocks["keys"] = max(16, blocks["keys"] // 2)
-        stages = min(stages, 2)
-    return Config(blocks, config.num_warps, stages)
+    return config._replace(blocks=blocks)
 
 
 def paged_attention(

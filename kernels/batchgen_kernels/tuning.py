@@ -45,6 +45,11 @@ TABLE: dict[str, dict[tuple[str, tuple[int, int]], Config]] = {
         ("sm_100", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=8, num_stages=2),
         ("gfx942", (3, 0)): Config({"small": 16, "large": 64, "keys": 32}, num_warps=4, num_stages=1),
     },
+    "paged_attention/float32": {
+        ("", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}),
+        ("sm_80", (3, 0)): Config({"small": 16, "large": 16, "keys": 16}, num_warps=8, num_stages=2),
+        ("gfx942", (3, 0)): Config({"small": 16, "large": 32, "keys": 16}, num_warps=4, num_stages=1),
+    },
     "paged_decode/64": {
         ("", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=2),
         ("sm_80", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}, num_warps=4, num_stages=5),
@@ -61,6 +66,11 @@ TABLE: dict[str, dict[tuple[str, tuple[int, int]], Config]] = {
         ("sm_80", (3, 0)): Config({"small": 16, "large": 64, "keys": 32}, num_warps=8, num_stages=2),
         ("sm_90", (3, 0)): Config({"small": 16, "large": 64, "keys": 32}, num_warps=8, num_stages=3),
         ("gfx942", (3, 0)): Config({"small": 16, "large": 64, "keys": 32}, num_warps=4, num_stages=1),
+    },
+    "paged_decode/float32": {
+        ("", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}),
+        ("sm_80", (3, 0)): Config({"small": 16, "large": 16, "keys": 16}, num_warps=8, num_stages=2),
+        ("gfx942", (3, 0)): Config({"small": 16, "large": 32, "keys": 16}, num_warps=4, num_stages=1),
     },
     # cache.py
     "rope_and_write": {
