@@ -40,9 +40,8 @@ def launch_config(
 ) -> Config:
     """How the kernel is launched for steps of decodes only or for others, with KV of this dtype: `small` and `large`
     are the rows of its two tiles, `keys` is how many keys a tile of them has."""
-    width = max(64, triton.next_power_of_2(max(key_dim, value_dim)))
-    kind = "float32" if dtype == torch.float32 else width
-    config = choose(f"paged_{'decode' if decode else 'attention'}/{kind}")
+    size = "float32" if dtype == torch.float32 else max(64, triton.next_power_of_2(max(key_dim, value_dim)))
+    config = choose(f"paged_{'decode' if decode else 'attention'}/{size}")
     small = max(config.blocks["small"], triton.next_power_of_2(num_heads // num_kv_heads))
     blocks = {"small": small, "large": max(config.blocks["large"], small), "keys": config.blocks["keys"]}
     return config._replace(blocks=blocks)

@@ -30,11 +30,11 @@ def find_prefixes(
         return nothing
     # The usual case is found out quickly: the blocks at the end of the first tile are all different.
     blocks = block_table[slots[rows], blocks_per_tile - 1]
-    by_block = np.argsort(blocks)
-    alike = np.flatnonzero(np.diff(blocks[by_block]) == 0)
-    if not len(alike):
+    ordered = np.sort(blocks)
+    if not (ordered[1:] == ordered[:-1]).any():
         return nothing
-    rows = rows[np.sort(by_block[np.union1d(alike, alike + 1)])]
+    _, inverse, counts = np.unique(blocks, return_inverse=True, return_counts=True)
+    rows = rows[counts[inverse] > 1]
     width = int(tiles[rows].max()) * blocks_per_tile
     # What a row may not share becomes a number that no other row has.
     own = np.arange(width) >= tiles[rows, None] * blocks_per_tile

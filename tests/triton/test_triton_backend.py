@@ -75,14 +75,14 @@ def test_equals_the_reference_backend(dtype: torch.dtype, block_size: int, devic
     fast = backends[0]
     for backend in backends:
         backend.allocate(LAYERS, 80, dtype)
-    run(backends, chunks(fast, [(0, 0, 60), (2, 0, 3)]), dtype)
-    run(backends, chunks(fast, [(2, 3, 4), (0, 60, 61), (1, 0, 35)], padding=5), dtype)
-    step = chunks(fast, [(0, 61, 63), (3, 0, 1)])
+    run(backends, chunks(fast, [(0, 0, 40), (2, 0, 3)]), dtype)
+    run(backends, chunks(fast, [(2, 3, 4), (0, 40, 41), (1, 0, 25)], padding=5), dtype)
+    step = chunks(fast, [(0, 41, 43), (3, 0, 1)])
     # What is sampled attends as single tokens, with metadata of its own in the same step.
-    samples = chunks(fast, [(0, 62, 63), (3, 0, 1)])
+    samples = chunks(fast, [(0, 42, 43), (3, 0, 1)])
     run(backends, step, dtype)
     run(backends, samples, dtype, written=False)
-    run(backends, chunks(fast, [(1, 35, 36), (3, 1, 2), (0, 63, 64)]), dtype)
+    run(backends, chunks(fast, [(1, 25, 26), (3, 1, 2), (0, 43, 44)]), dtype)
 
 
 def test_what_was_prepared_for_a_capacity_serves_every_step_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
