@@ -620,7 +620,8 @@ def _penalise_kernel(
         mask=place < tl.load(num_tokens + row),
         other=vocab,
     )
-    count = tl.atomic_xchg(counts + row.to(tl.int64) * vocab + token, 0, mask=token < vocab, sem="relaxed")
+    # An exchange with 0: Triton's own does not compile for AMD.
+    count = tl.atomic_and(counts + row.to(tl.int64) * vocab + token, 0, mask=token < vocab, sem="relaxed")
     first = (token < vocab) & (count != 0)
     of_output = (count & (PROMPT - 1)).to(tl.float32)
     factor = tl.load(repetition + row)
