@@ -75,11 +75,6 @@ TABLE: dict[str, dict[tuple[str, tuple[int, int]], Config]] = {
         ("sm_90", (3, 0)): Config({"small": 16, "large": 64, "keys": 32}, num_warps=8, num_stages=3),
         ("gfx942", (3, 0)): Config({"small": 16, "large": 64, "keys": 32}, num_warps=4, num_stages=1),
     },
-    "paged_decode/float32": {
-        ("", (3, 0)): Config({"small": 16, "large": 64, "keys": 64}),
-        ("sm_80", (3, 0)): Config({"small": 16, "large": 16, "keys": 16}, num_warps=8, num_stages=2),
-        ("gfx942", (3, 0)): Config({"small": 16, "large": 32, "keys": 16}, num_warps=4, num_stages=1),
-    },
     # cache.py
     "rope_and_write": {
         ("", (3, 0)): Config({"tokens": 32, "heads": 8}),
