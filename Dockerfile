@@ -4,7 +4,8 @@
 #   docker build --target cpu -t batchgen:cpu .
 #   docker run --rm --gpus all -v "$PWD:/work" --user "$(id -u):$(id -g)" batchgen:gpu run job.yaml
 #
-# The image for GPUs runs on a CPU too; the other one is some gigabytes smaller. `docker stop` sends SIGTERM: the job
+# The image for GPUs runs on a CPU too; the other one is some gigabytes smaller where the build argument
+# PIP_EXTRA_INDEX_URL names torch's own index of CPU builds. `docker stop` sends SIGTERM: the job
 # saves its work and ends with exit code 75; give it time to (`docker stop --timeout 30`).
 # PIP_INDEX_URL and PIP_EXTRA_INDEX_URL may be given as build arguments.
 
@@ -46,7 +47,7 @@ FROM python:3.12.11-slim-bookworm AS cpu
 RUN python3 -m venv /opt/batchgen
 ENV PATH=/opt/batchgen/bin:$PATH
 ARG PIP_INDEX_URL
-ARG PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+ARG PIP_EXTRA_INDEX_URL
 COPY requirements-image.txt /opt/
 RUN pip install --no-cache-dir -c /opt/requirements-image.txt torch
 # hadolint ignore=DL3059
