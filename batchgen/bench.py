@@ -41,12 +41,17 @@ def load_workload(path: str) -> list[Item]:
 
 
 class TimedRunner:
-    """Passes an engine's steps on to its runner and counts the time they take: the host's share is what is left."""
+    """Passes an engine's steps on to its runner and counts the time they take: the host's share is what is left.
 
-    def __init__(self, engine: Engine) -> None:
+    On a GPU that is the time in which it has no step to work on.
+    """
+
+    def __init__(self, engine: Engine, device: torch.device) -> None:
         self._runner = engine.runner
+        self._device = device
+        self._marks: list[Any] = []  # on a GPU: the beginning of a step, its end, the next one's beginning, ...
         self._stats, self._block_size = engine.stats, engine.settings.block_size
-        self.seconds = 0.0
+        self._seconds = 0.0
         self.steps = 0
         self.rows = 0  # decoding or prefilling samples, summed over steps
         self.tokens = 0  # computed, summed over steps
@@ -62,10 +67,12 @@ class TimedRunner:
         self.rows += len(plan.slots)
         self.tokens += plan.num_tokens
         self.context += min(int((plan.starts + plan.lengths).sum()), blocks * self._block_size)
+        self._mark()
         return self._timed(lambda: self._runner.submit(plan))
 
     def sample(self, handle: Any) -> None:
         self._timed(lambda: self._runner.sample(handle))
+        self._mark()
 
     def collect(self, handle: Any) -> StepResult:
         result: StepResult = self._timed(lambda: self._runner.collect(handle))
@@ -76,7 +83,22 @@ class TimedRunner:
         try:
             return call()
         finally:
-            self.seconds += time.perf_counter() - began
+            self._seconds += time.perf_counter() - began
+
+    def _mark(self) -> None:
+        """A point of the GPU's stream, which it passes when all before it is done."""
+        if self._device.type == "cuda":
+            self._marks.append(torch.cuda.Event(enable_timing=True))
+            self._marks[-1].record()
+
+    @property
+    def seconds(self) -> float:
+        """That the device was at work."""
+        if self._device.type != "cuda":
+            return self._seconds
+        torch.cuda.synchronize()
+        steps = zip(self._marks[::2], self._marks[1::2], strict=False)  # one that failed has no end
+        return sum(began.elapsed_time(ended) for began, ended in steps) / 1e3
 
 
 def measure_roofline(
@@ -195,7 +217,7 @@ def engine(
     for _ in engine.generate(_requests(warm)):
         pass
     before = engine.stats()
-    timed = engine.runner = TimedRunner(engine)
+    timed = engine.runner = TimedRunner(engine, torch.device(loaded.device))
     began = time.perf_counter()
     planner = Planner(engine, dedupe=False)
     for request in _requests(items):
