@@ -147,9 +147,8 @@ class Model:
             if self._quantization:
                 raise ConfigError(f"model.quantization: {self._quantization} does not run on a GPU yet; leave it out")
             return gpu
-        if (
-            "OMP_NUM_THREADS" not in os.environ
-        ):  # torch alone would leave out what it takes for second threads of a core
+        # torch alone would leave out what it takes for second threads of a core
+        if "OMP_NUM_THREADS" not in os.environ:
             usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
             torch.set_num_threads(len(usable))
         ops = native.load()
