@@ -346,7 +346,7 @@ def merge_parts(
         sinks,
         NUM_HEADS=num_heads,
         VALUE_DIM=value_dim,
-        PARTS=8,
+        PARTS=4,
         num_warps=4,
     )
 

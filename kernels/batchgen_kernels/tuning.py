@@ -185,7 +185,7 @@ TABLE: dict[str, dict[tuple[str, tuple[int, int]], Config]] = {
         ("gfx942", (3, 0)): Config({"COLUMNS": 128, "INNER": 64, "BAND": 8}, num_warps=8, num_stages=2),
     },
     "grouped_linear/float32": {
-        ("", (3, 0)): Config({"COLUMNS": 32, "INNER": 32, "BAND": 8}, num_warps=8, num_stages=2),
+        ("", (3, 0)): Config({"COLUMNS": 32, "INNER": 16, "BAND": 8}, num_warps=4, num_stages=2),
     },
 }
 
