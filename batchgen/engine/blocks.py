@@ -52,12 +52,13 @@ class BlockManager:
         block_ids = self._empty[len(self._empty) - num_empty :]
         del self._empty[len(self._empty) - num_empty :]
         block_ids.reverse()
-        while len(block_ids) < count:
+        for _ in range(count - num_empty):
             block, _ = self._cached.popitem(last=False)
             self._drop_hash(block)
             block_ids.append(block)
+        references = self._references
         for block in block_ids:
-            self._references[block] = 1
+            references[block] = 1
         return block_ids
 
     def register(self, block_ids: Iterable[int], hashes: Iterable[bytes]) -> list[int]:
@@ -65,9 +66,8 @@ class BlockManager:
         block holds."""
         hash_of, block_of, new = self._hash_of, self._block_of, []
         for block, block_hash in zip(block_ids, hashes, strict=True):
-            if hash_of[block] is None and block_hash not in block_of:
+            if hash_of[block] is None and block_of.setdefault(block_hash, block) == block:
                 hash_of[block] = block_hash
-                block_of[block_hash] = block
                 new.append(block)
         return new
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from batchgen.engine.blocks import BlockManager
 from batchgen.engine.curve import KVCurve
@@ -43,12 +43,26 @@ class EngineStats:
     waiting: int = 0
 
 
+SlotArray = npt.NDArray[np.intp]  # slots as numpy takes indices: those of another type it converts at each use
+
+
 @dataclass(slots=True, eq=False)
 class _Flight:
     """A step that was planned and whose result is not here yet, with the blocks it made findable."""
 
     plan: StepPlan
+    slots: SlotArray  # the plan's
     registered: list[int]
+
+
+@dataclass(slots=True, eq=False)
+class _Decodes:
+    """The running samples as a step finds them."""
+
+    slots: SlotArray  # (num_decodes,) those with one position left to compute
+    starts: IntArray  # (num_decodes,) that position
+    growing: SlotArray  # those of them that need a block for it
+    unfinished: SlotArray  # slots with more positions left
 
 
 @dataclass(slots=True)
@@ -58,6 +72,7 @@ class _Draft:
     slots: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
     slot_starts: list[SlotStart] = field(default_factory=list)
     block_appends: list[tuple[int, int, list[int]]] = field(default_factory=list)
     registered: list[int] = field(default_factory=list)
@@ -84,7 +99,7 @@ class Scheduler:
         self._stream_factory = stream_factory
         self._waiting: deque[Sequence] = deque()
         self._running: dict[int, Sequence] = {}  # slot -> sample, in order of admission
-        self._slots_cache: IntArray | None = None  # the keys of _running
+        self._slots_cache: SlotArray | None = None  # the keys of _running
         self._ended: list[Sequence] = []  # finished, but steps in flight still touch them
         self._finished: list[Completion] = []  # not handed out yet
         self._flights: deque[_Flight] = deque()
@@ -96,6 +111,7 @@ class Scheduler:
         self._forecast = LengthForecast(settings.max_model_len)
         self._curve = KVCurve(self._forecast, settings.max_model_len)
         self._growth = 0  # blocks that running samples will still ask for if they all come to their limits
+        self._looked_ahead = False  # the curve is that of the samples that run now
         self._learn_at = 0  # step
         self._refused = False  # the pool had no room for the next sample, and nothing has changed that since
         self._stats = EngineStats(kv_blocks_total=settings.num_blocks)
@@ -107,11 +123,11 @@ class Scheduler:
         self._shared = np.zeros(settings.max_num_seqs, np.int32)  # of these, found in the cache at admission
         self._prompt = np.zeros(settings.max_num_seqs, np.int32)
         self._certain = np.zeros(settings.max_num_seqs, np.bool_)  # nothing but the limit can end it
-        self._by_token = np.zeros(settings.max_num_seqs, np.bool_)  # its sample must look at every token
         self._live = np.zeros(settings.max_num_seqs, np.bool_)  # it is in _running
         self._known = np.zeros(settings.max_num_seqs, np.int32)  # tokens known
-        self._recent = np.zeros((settings.max_num_seqs, RECENT), np.int32)  # the last of these, not in `tokens` yet
-        self._num_recent = np.zeros(settings.max_num_seqs, np.int32)
+        self._recent = np.zeros((settings.max_num_seqs, RECENT), np.int32)  # tokens known, not in `tokens` yet
+        self._recent_from = np.zeros(settings.max_num_seqs, np.intp)  # token i is at this + i of all that is there
+        self._look_at = np.zeros(settings.max_num_seqs, np.int32)  # tokens known at which its sample must look at it
         self._pending = np.zeros(settings.max_num_seqs, np.int32)  # steps in flight that hold it
 
     # -- what goes in and comes out -----------------------------------------------------------------------------
@@ -198,51 +214,60 @@ class Scheduler:
         if decodes is None:
             return None
         draft = _Draft()
-        self._append_blocks(decodes, draft)
-        budget = self._budget - len(decodes)
-        budget = self._continue_prefills(draft, budget)
+        self._append_blocks(decodes.growing, draft)
+        budget = self._budget - len(decodes.slots)
+        budget = self._continue_prefills(decodes.unfinished, draft, budget)
         self._admit(draft, budget)
-        if not len(decodes) and not draft.slots:
+        if not len(decodes.slots) and not draft.slots:
             return None
 
-        slots = np.concatenate([decodes, np.array(draft.slots, np.int32)])
-        starts = np.concatenate([self._scheduled[decodes], np.array(draft.starts, np.int32)])
-        lengths = np.concatenate([np.ones(len(decodes), np.int32), np.array(draft.lengths, np.int32)])
+        slots, starts = decodes.slots, decodes.starts
+        lengths, samples = np.ones(len(slots), np.int32), np.ones(len(slots), np.bool_)
         ends = starts + lengths
-        samples = ends == self._total[slots]
         self._scheduled[slots] = ends
-        self._total[slots] += samples
-        self._pending[slots] += 1
-        plan = StepPlan(self._steps, draft.slot_starts, draft.block_appends, slots, starts, lengths, samples)
-        self._flights.append(_Flight(plan, draft.registered))
+        self._total[slots] = ends + lengths
+        if draft.slots:
+            chunks, first = np.array(draft.slots, np.intp), np.array(draft.starts, np.int32)
+            chunk_lengths, last = np.array(draft.lengths, np.int32), np.array(draft.samples, np.bool_)
+            self._scheduled[chunks] = first + chunk_lengths
+            self._total[chunks] += last
+            slots, starts = np.concatenate((slots, chunks)), np.concatenate((starts, first))
+            lengths, samples = np.concatenate((lengths, chunk_lengths)), np.concatenate((samples, last))
+        self._pending[slots] = self._pending.take(slots) + np.int32(1)
+        plan = StepPlan(
+            self._steps, draft.slot_starts, draft.block_appends, slots.astype(np.int32), starts, lengths, samples
+        )
+        self._flights.append(_Flight(plan, slots, draft.registered))
         self._steps += 1
         return plan
 
-    def _decodes(self) -> IntArray | None:
-        """Slots with one position left to compute, when the blocks they need are there; else None: collect first."""
+    def _decodes(self) -> _Decodes | None:
+        """What can decode, when the blocks that takes are there; else None: collect first."""
         while True:
             slots = self._running_slots()
-            ready = (self._total[slots] - self._scheduled[slots] == 1) & (self._total[slots] < self._limit[slots])
-            decodes = slots[ready][: self._budget]
-            growing = decodes[self._scheduled[decodes] >= self._capacity[decodes]]
+            scheduled, total = self._scheduled.take(slots), self._total.take(slots)
+            left = total - scheduled
+            ready = (left == 1) & (total < self._limit.take(slots))
+            decodes, starts = slots[ready][: self._budget], scheduled[ready][: self._budget]
+            growing = decodes[starts >= self._capacity.take(decodes)]
             if len(growing) <= self.blocks.num_free and not self._owns_pool(growing):
-                return decodes
+                return _Decodes(decodes, starts, growing, slots[left > 1])
             if self._flights:
                 return None
             self._make_room(growing)
 
-    def _running_slots(self) -> IntArray:
+    def _running_slots(self) -> SlotArray:
         """(num_running,) in order of admission."""
         if self._slots_cache is None:
-            self._slots_cache = np.fromiter(self._running, np.int32, len(self._running))
+            self._slots_cache = np.fromiter(self._running, np.intp, len(self._running))
         return self._slots_cache
 
-    def _owns_pool(self, growing: IntArray) -> bool:
+    def _owns_pool(self, growing: SlotArray) -> bool:
         """Whether one of these has every block there is: no preemption can help it."""
         pool = self.settings.num_blocks * self.settings.block_size
         return bool(len(growing)) and int(self._capacity[growing].max()) >= pool
 
-    def _make_room(self, growing: IntArray) -> None:
+    def _make_room(self, growing: SlotArray) -> None:
         """End the sample that outgrew the pool, or preempt the one with the least work done. Nothing is in flight."""
         if self._owns_pool(growing):
             sequence = self._running[int(growing[self._capacity[growing].argmax()])]
@@ -254,17 +279,15 @@ class Scheduler:
         least = slots[work == work.min()]
         self._preempt(self._running[int(least[-1])])
 
-    def _append_blocks(self, decodes: IntArray, draft: _Draft) -> None:
-        growing = decodes[self._scheduled[decodes] >= self._capacity[decodes]]
+    def _append_blocks(self, growing: SlotArray, draft: _Draft) -> None:
+        running, appends = self._running, draft.block_appends
         for slot, block in zip(growing.tolist(), self.blocks.allocate(len(growing)), strict=True):
-            block_ids = self._running[slot].block_ids
-            draft.block_appends.append((slot, len(block_ids), [block]))
+            block_ids = running[slot].block_ids
+            appends.append((slot, len(block_ids), [block]))
             block_ids.append(block)
         self._capacity[growing] += self.settings.block_size
 
-    def _continue_prefills(self, draft: _Draft, budget: int) -> int:
-        slots = self._running_slots()
-        unfinished = slots[self._total[slots] - self._scheduled[slots] > 1]
+    def _continue_prefills(self, unfinished: SlotArray, draft: _Draft, budget: int) -> int:
         for slot in unfinished.tolist():
             if budget == 0:
                 break
@@ -275,7 +298,7 @@ class Scheduler:
         """Start waiting samples in order, as long as tokens, slots and blocks last."""
         if not self._waiting or not self._free_slots or self._refused or budget <= 0:
             return
-        self._look_ahead()
+        self._look_around()
         while (
             self._waiting
             and budget > 0
@@ -310,19 +333,26 @@ class Scheduler:
                 hits.append(block)
         return hits
 
-    def _look_ahead(self) -> None:
-        """What those that run will hold, for `_fits`."""
-        slots = self._running_slots()
-        produced = self._total[slots] - self._prompt[slots]
-        certain = self._certain[slots]
+    def _look_around(self) -> None:
+        """What `_fits` decides by as long as all that run can come to their limits."""
+        slots, size = self._running_slots(), self.settings.block_size
+        at_limit = (self._limit.take(slots) + (size - 2)) // size  # blocks; a sample's last token is never computed
+        self._growth = int((at_limit - self._capacity.take(slots) // size).sum())
+        self._looked_ahead = False
         if self._steps >= self._learn_at:
             self._learn_at = self._steps + LEARN_EVERY
-            self._curve.learn(produced[~certain])
-        own = self._capacity[slots] - self._shared[slots]  # shared prefixes: counted once, never given back
-        self._curve.start(produced, self._limit[slots] - self._total[slots], own, certain)
-        size = self.settings.block_size
-        at_limit = -(-(self._limit[slots] - 1) // size)  # blocks; a sample's last token is never computed
-        self._growth = int((at_limit - self._capacity[slots] // size).sum())
+            produced = self._total.take(slots) - self._prompt.take(slots)
+            self._curve.learn(produced[~self._certain.take(slots)])
+
+    def _look_ahead(self) -> None:
+        """What those that run will hold, where not all of them can come to their limits."""
+        slots = self._running_slots()
+        total = self._total.take(slots)
+        own = self._capacity.take(slots) - self._shared.take(slots)  # shared prefixes: counted once, never given back
+        self._curve.start(
+            total - self._prompt.take(slots), self._limit.take(slots) - total, own, self._certain.take(slots)
+        )
+        self._looked_ahead = True
 
     def _fits(self, sequence: Sequence, need: int, left: int) -> bool:
         """Whether the pool will hold all running samples and this one, which leaves `left` blocks free now: because
@@ -330,14 +360,14 @@ class Scheduler:
         alone is let in whatever it needs."""
         size, num_tokens = self.settings.block_size, len(sequence.tokens)
         growth = self._growth + -(-(sequence.limit - 1) // size) - -(-num_tokens // size)
-        free = math.inf
         if self._running and growth > left:
             if left < self._watermark:
                 return False
-            free = left * size
-        room = sequence.limit - num_tokens
-        if not self._curve.admit(sequence.num_output, room, need * size, sequence.ends_at_limit, free):
-            return False
+            if not self._looked_ahead:
+                self._look_ahead()
+            room = sequence.limit - num_tokens
+            if not self._curve.admit(sequence.num_output, room, need * size, sequence.ends_at_limit, left * size):
+                return False
         self._growth = growth
         return True
 
@@ -345,11 +375,13 @@ class Scheduler:
         """Put the next chunk of its known tokens into the plan; what it fills can be shared from here on, because
         each layer writes all keys and values of a step before it attends."""
         slot = sequence.slot
-        start = int(self._scheduled[slot])
-        length = min(budget, len(sequence.tokens) - start)
+        start, left = int(self._scheduled[slot]), len(sequence.tokens)
+        left -= start
+        length = min(budget, left)
         draft.slots.append(slot)
         draft.starts.append(start)
         draft.lengths.append(length)
+        draft.samples.append(length == left)
         draft.registered += self._register(sequence, start, start + length)
         return length
 
@@ -381,10 +413,9 @@ class Scheduler:
         self._capacity[slot] = len(sequence.block_ids) * size
         self._prompt[slot] = sequence.num_prompt
         self._certain[slot] = sequence.ends_at_limit
-        self._by_token[slot] = not sequence.ends_at_eos
         self._live[slot] = True
         self._known[slot] = num_tokens
-        self._num_recent[slot] = 0
+        self._look_again(sequence)
         self._pending[slot] = 0
         draft.slot_starts.append(
             SlotStart(
@@ -416,10 +447,21 @@ class Scheduler:
 
     def _hand_over(self, sequence: Sequence) -> None:
         """Give a running sample its recent tokens, which end nothing."""
-        slot = sequence.slot
-        if self._num_recent[slot]:
-            sequence.extend(self._recent[slot, : self._num_recent[slot]])
-            self._num_recent[slot] = 0
+        self._extend(sequence, int(self._known[sequence.slot]))
+
+    def _extend(self, sequence: Sequence, end: int) -> None:
+        """Give it those up to token `end`."""
+        first = len(sequence.tokens)
+        if first < end:
+            at = first + int(self._recent_from[sequence.slot])
+            sequence.extend(self._recent.ravel()[at : at + end - first])
+
+    def _look_again(self, sequence: Sequence) -> None:
+        """Note when a token of a running sample has to be looked at: each one, or the last one and those that leave
+        no room for more."""
+        slot, known, recent = sequence.slot, len(sequence.tokens), self._recent.shape[1]
+        self._recent_from[slot] = slot * recent - known
+        self._look_at[slot] = min(sequence.limit, known + recent) if sequence.ends_at_eos else 0
 
     def _release(self, sequence: Sequence) -> None:
         self._refused = False
@@ -464,17 +506,18 @@ class Scheduler:
 
     def update(self, result: StepResult) -> list[Completion]:
         """Take in the oldest step in flight; what has ended since the last call."""
-        plan = self._flights.popleft().plan
+        flight = self._flights.popleft()
+        plan = flight.plan
         assert plan.step == result.step, f"step {result.step} came back, {plan.step} was the oldest in flight"
         self._stats.steps += 1
-        self._pending[plan.slots] -= 1
-        slots = plan.slots[plan.samples]
-        live = self._live[slots]  # the others ended while this step was in flight
+        self._pending[flight.slots] = self._pending.take(flight.slots) - np.int32(1)
+        slots, token_ids = flight.slots[plan.samples], result.token_ids
+        live = self._live.take(slots)  # the others ended while this step was in flight
         if not result.finite.all():
             for slot in slots[live & ~result.finite].tolist():
                 self._end_broken(self._running[slot])
             live &= result.finite
-        self._take_in(slots[live], result.token_ids[live])
+        self._take_in(slots[live], token_ids[live])
         self._release_ended()
         self._good_steps += 1
         if self._good_steps >= GROW_AFTER and self._budget < self.settings.max_batch_tokens:
@@ -482,22 +525,23 @@ class Scheduler:
             self._good_steps = 0
         return self.take_finished()
 
-    def _take_in(self, slots: IntArray, token_ids: IntArray) -> None:
+    def _take_in(self, slots: SlotArray, token_ids: IntArray) -> None:
         """The next token of each of these. Only those that may end are looked at one by one."""
         self._stats.output_tokens += len(slots)
-        places = self._num_recent[slots]
-        self._recent[slots, places] = token_ids
-        self._num_recent[slots] = places + 1
-        self._known[slots] += 1
-        looked_at = (
-            self._by_token[slots] | (places + 1 == self._recent.shape[1]) | (self._known[slots] >= self._limit[slots])
-        )
+        places = self._known.take(slots)
+        self._recent.ravel()[places + self._recent_from.take(slots)] = token_ids
+        known = places + np.int32(1)
+        self._known[slots] = known
+        looked_at = known >= self._look_at.take(slots)
         for eos in self._eos_token_ids:
-            looked_at |= (token_ids == eos) & ~self._certain[slots]
-        for slot, token_id in zip(slots[looked_at].tolist(), token_ids[looked_at].tolist(), strict=True):
+            ends = token_ids == eos
+            if ends.any():
+                looked_at |= ends & ~self._certain.take(slots)
+        for slot, end, token_id in zip(
+            slots[looked_at].tolist(), known[looked_at].tolist(), token_ids[looked_at].tolist(), strict=True
+        ):
             sequence = self._running[slot]
-            self._num_recent[slot] -= 1
-            self._hand_over(sequence)
+            self._extend(sequence, end - 1)
             sequence.finish = sequence.accept(token_id)
             if sequence.finish is not None:
                 self._leave_slot(sequence)
@@ -505,6 +549,8 @@ class Scheduler:
                 if not sequence.ends_at_limit:
                     stopped = sequence.finish[0] == "stop"
                     self._forecast.learn(sequence.num_prompt, sequence.num_output, stopped=stopped)
+            else:
+                self._look_again(sequence)
 
     def _end_broken(self, sequence: Sequence) -> None:
         for block in sequence.block_ids:  # attention may carry NaN to earlier tokens of its chunk (0 * NaN)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections.abc import Callable
+from hashlib import blake2b
 from typing import Protocol
 
 import numpy as np
@@ -58,7 +58,6 @@ class Sequence:
 
     __slots__ = (
         "_eos",
-        "_hasher",
         "_stop_ids",
         "_stop_strings",
         "block_ids",
@@ -92,7 +91,6 @@ class Sequence:
         self.slot = -1
         self.block_ids: list[int] = []
         self.hashes: list[bytes] = []
-        self._hasher = hashlib.blake2b(digest_size=16)  # of all blocks in `hashes`
         self.num_computed = -1
         self._eos: frozenset[int] = frozenset() if sampling.ignore_eos else eos_token_ids
         self._stop_ids = self._eos.union(sampling.stop_token_ids) if sampling.stop_token_ids else self._eos
@@ -142,11 +140,12 @@ class Sequence:
 
     def block_hash(self, index: int, block_size: int) -> bytes:
         """The hash of full block `index` and all before it: equal hashes mean equal tokens from position 0 on."""
-        hashes, hasher = self.hashes, self._hasher
+        hashes = self.hashes
         if index >= len(hashes):
             start, size = len(hashes) * block_size, block_size * self.tokens.itemsize
             content = self.tokens[start : (index + 1) * block_size].tobytes()
+            before = hashes[-1] if hashes else b""
             for at in range(0, len(content), size):
-                hasher.update(content[at : at + size])
-                hashes.append(hasher.digest())
+                before = blake2b(before + content[at : at + size], digest_size=16).digest()
+                hashes.append(before)
         return hashes[index]
