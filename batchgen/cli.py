@@ -71,6 +71,9 @@ def _explained(error: Exception) -> tuple[str, ExitCode]:
     """What to tell, and what to end with."""
     if isinstance(error, BatchgenError):
         return str(error), error.exit_code
+    if isinstance(error, MemoryError):
+        what = "there is too little memory even to begin (a limit of the process, as ulimit -v, counts): give it more"
+        return what, ExitCode.CONFIG
     if isinstance(error, OSError):
         return str(error), ExitCode.PERMISSION if isinstance(error, PermissionError) else ExitCode.IO
     return f"our bug: {type(error).__name__}: {error}", ExitCode.INTERNAL

@@ -1,12 +1,15 @@
-"""How much memory this process may still take: what the machine has left, and every control group that it stands in."""
+"""How much memory this process may still take: what the machine has left, and every limit that it stands under."""
 
 from __future__ import annotations
 
 import ctypes
+import resource
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 import psutil
+
+THREADS_BYTES = 256 << 20  # addresses that threads and libraries still take when everything is loaded
 
 # file names in a group's folder: limits, what is used, and what the entries of memory.stat begin with that count files
 # in the page cache: they give way, whether they were used once (inactive) or again (active)
@@ -16,7 +19,16 @@ VERSION_1 = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_")
 
 def available() -> int:
     """Bytes that can be taken without swapping, and without being killed or slowed down for it."""
-    return max(0, min([psutil.virtual_memory().available, *group_room()]))
+    return max(0, min([psutil.virtual_memory().available, *group_room(), *limit_room()]))
+
+
+def limit_room() -> Iterator[int]:
+    """What is left of this process's own limits (ulimit -v, ulimit -d), which count addresses, used or not."""
+    for name, used in (("RLIMIT_AS", "vms"), ("RLIMIT_DATA", "data")):
+        most = resource.getrlimit(getattr(resource, name))[0]
+        taken = getattr(psutil.Process().memory_info(), used, None)  # not every system tells
+        if most != resource.RLIM_INFINITY and taken is not None:
+            yield most - taken - THREADS_BYTES
 
 
 def group_room(proc: Path = Path("/proc/self")) -> Iterator[int]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from tiny import tiny_model
@@ -82,6 +84,16 @@ def test_a_container_sees_its_part_of_the_tree(tmp_path: Path, path: str) -> Non
     group(top / "inner", memory_max=500, memory_current=50)
     here = proc(tmp_path / "proc", f"0::{path}\n", mount(top, root="/docker/123"))
     assert list(memory.group_room(here)) == ([450, 900] if path.endswith("inner") else [900])
+
+
+def test_limits_of_the_process_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(memory.limit_room()) == []
+    taken = psutil.Process().memory_info().vms
+    limits = {resource.RLIMIT_AS: taken + (1 << 30), resource.RLIMIT_DATA: resource.RLIM_INFINITY}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[kind], limits[kind]))
+    (room,) = memory.limit_room()
+    assert room == pytest.approx((1 << 30) - memory.THREADS_BYTES, abs=64 << 20)
+    assert memory.available() <= room + (64 << 20)
 
 
 def test_no_groups(tmp_path: Path) -> None:

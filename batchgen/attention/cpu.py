@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from batchgen_kernels.cpu import Ops
 from batchgen_kernels.cpu.items import Items
 
 from batchgen.attention.base import AttentionMetadata
-from batchgen.errors import ModelError
+from batchgen.errors import ConfigError, ModelError
 from batchgen.models.config import KVSpec
 
 
@@ -33,6 +34,7 @@ class CpuAttention:
         self._ops = ops
         self._layers: tuple[KVSpec, ...] = ()
         self._pools: list[torch.Tensor] = []  # one a layer, in the layout of batchgen_kernels
+        self._filling = pages.Filling([])
         self._steps: deque[_Step] = deque(maxlen=2)  # a step has two: for all its tokens, and for those that sample
 
     def bytes_per_block(self, layers: Sequence[KVSpec], dtype: torch.dtype) -> int:
@@ -42,7 +44,10 @@ class CpuAttention:
         if dtype not in (torch.float32, torch.bfloat16):
             raise ModelError(f"the native CPU attention keeps keys and values in float32 or bfloat16, not in {dtype}")
         self._layers = tuple(layers)
-        self._pools = [pages.zeros(self._pool_shape(num_blocks, spec), dtype) for spec in layers]
+        shapes = [self._pool_shape(num_blocks, spec) for spec in layers]
+        with _no_memory():
+            self._pools = [pages.zeros(shape, dtype) for shape in shapes]
+            self._filling = pages.Filling(self._pools)
 
     def _pool_shape(self, num_blocks: int, spec: KVSpec) -> tuple[int, int, int]:
         try:
@@ -54,6 +59,8 @@ class CpuAttention:
 
     def prepare(self, metadata: AttentionMetadata, *, capacity: int | None = None) -> None:
         assert capacity is None, "a CPU has no graphs"
+        with _no_memory():
+            self._filling.check()
         columns = -(-int(metadata.context_lens.max(initial=0)) // self.block_size)
         table = torch.from_numpy(metadata.host_table[:, :columns][metadata.slots])
         self._steps.append(_Step(metadata, table, {}))
@@ -103,3 +110,14 @@ class CpuAttention:
     def copy_block(self, source: int, target: int) -> None:
         for pool in self._pools:
             pool[target] = pool[source]
+
+
+@contextmanager
+def _no_memory() -> Iterator[None]:
+    """The system does not give what seemed to be free."""
+    try:
+        yield
+    except (MemoryError, OSError, RuntimeError) as error:
+        raise ConfigError(
+            f"engine.kv_memory: the system has no memory left for the KV pool ({error}); lower it, or free memory"
+        ) from None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,11 +43,41 @@ def test_a_tensor_outlives_its_arena_and_its_neighbours() -> None:
     assert second.is_contiguous() and torch.equal(second, plain)
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="asks Linux how much of the process is in memory")
-def test_zeros_are_in_memory_at_once() -> None:
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+@pytest.fixture
+def resident() -> Callable[[], int]:
+    """Bytes of this process that are in memory."""
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        pytest.skip("asks Linux how much of the process is in memory")
+    return lambda: int(statm.read_text().split()[1]) * mmap.PAGESIZE
 
+
+def test_pages_come_beside_other_work_and_leave_what_was_written(resident: Callable[[], int]) -> None:
     before = resident()
-    zeros = pages.zeros((64 << 20,), torch.uint8)
-    assert resident() - before > 0.95 * len(zeros)
+    tensors = [pages.zeros((32 << 20,), torch.uint8), pages.zeros((3, 11 << 20), torch.float32)]
+    assert resident() - before < 8 << 20
+    filling = pages.Filling([*tensors, torch.zeros(5)])
+    for tensor in tensors:
+        tensor[-1:].fill_(7)
+    filling.wait()
+    assert resident() - before > 0.95 * sum(tensor.nbytes for tensor in tensors)
+    assert all(tensor[-1:].eq(7).all() and not tensor[:-1].any() for tensor in tensors)
+
+
+def test_an_older_kernel_has_all_pages_touched_at_once(
+    resident: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "POPULATE_WRITE", 999)
+    before, zeros = resident(), pages.zeros((3, 11 << 20), torch.float32)
+    filling = pages.Filling([zeros])
+    assert resident() - before > 0.95 * zeros.nbytes
+    filling.wait()
+    assert not zeros.any()
+
+
+def test_missing_pages_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    zeros, answers = pages.zeros((8 << 20,), torch.uint8), iter([0, 0, errno.ENOMEM])
+    monkeypatch.setattr(pages, "_populate", lambda address, size: next(answers))
+    filling = pages.Filling([zeros])
+    with pytest.raises(MemoryError, match="memory"):
+        filling.wait()
