@@ -134,7 +134,7 @@ def test_the_readme_names_every_key_that_is_not_supported() -> None:
 
 def targets() -> set[str]:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    return set(re.findall(r"^([a-z]+):", makefile, flags=re.MULTILINE))
+    return set(re.findall(r"^([a-z-]+):", makefile, flags=re.MULTILINE))
 
 
 def test_the_readme_starts_with_the_two_commands() -> None:
@@ -146,7 +146,7 @@ def test_the_readme_starts_with_the_two_commands() -> None:
 def test_commands_in_the_documents_exist(document: str) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")
     commands = "\n".join(code_blocks(text, "sh") + re.findall(r"`([^`\n]+)`", text))
-    assert set(re.findall(r"^make ([a-z]+)", commands, flags=re.MULTILINE)) <= targets()
+    assert set(re.findall(r"^make ([a-z-]+)", commands, flags=re.MULTILINE)) <= targets()
     for name, rest in re.findall(r"^(?:\.venv/bin/)?batchgen ([a-z]+)(.*)", commands, flags=re.MULTILINE):
         command = cli.cli.commands.get(name)
         assert command is not None, name
