@@ -215,7 +215,10 @@ def run(
         if overwrite and not yes:
             _confirm(f"Delete the run in {spec.output.path}?")
         _show_logs()
+        from batchgen import checks
         from batchgen import job as jobs
+
+        checks.check_templates(spec, job)
 
         options = jobs.RunOptions(
             limit=limit,
@@ -351,7 +354,7 @@ def _status_table(run: RunStatus, url: str) -> str:
 
     worker = "" if run.pid is None else f", process {run.pid} on {run.host}"
     rows = {
-        "state": f"{run.state}{worker if run.state == 'running' else ''}",
+        "state": f"{run.state}{worker if run.state == 'running' else ''}{f': {run.error}' if run.error else ''}",
         "rows": part(run.rows_done, run.rows_total),
         "failed rows": f"{run.rows_failed:,}",
         "shards": part(run.shards_done, run.shards_total),
@@ -487,7 +490,10 @@ def bench_engine(
 def bench_quality(job: str, params: dict[str, str], overrides: tuple[str, ...], rows: int) -> None:
     """Compare JOB's quantised model with the plain one; prints one JSON line.
 
-    Both answer the first rows greedily, then both read the plain model's answers.
+    Both answer the first rows greedily, then both read the plain model's answers. rows counts those that neither failed
+    with. perplexity and perplexity_quantized are those of the plain answers under either model, over positions tokens;
+    top1_agreement is the share of these at which both find the same token most likely. rows_equal is the share of rows
+    with equal answers, tokens_before_difference that of the plain answers' tokens before the first one that differs.
     """
     settings = _load(job, params, overrides)
     _show_logs()

@@ -516,6 +516,13 @@ def ledger(job: Path) -> Iterator[Ledger]:
     opened.close()
 
 
+def test_a_broken_template_ends_a_run_before_it_leaves_anything(call: Any, job: Path) -> None:
+    job.write_text(job.read_text().replace("text }}", "text }"))
+    result = call("run", job)
+    assert result.code == 78 and "`prompt.template`: not valid Jinja: line 2: " in result.err
+    assert json.loads(result.out)["status"] == "failed" and not (job.parent / "out").exists()
+
+
 def test_status_of_a_running_job(call: Any, job: Path, ledger: Ledger) -> None:
     for place in (job, job.parent / "out"):
         result = call("status", place)
@@ -524,6 +531,13 @@ def test_status_of_a_running_job(call: Any, job: Path, ledger: Ledger) -> None:
         assert f"state          running, process {os.getpid()} on " in result.out
         assert "rows           2\n" in result.out
         assert "prompt tokens  1,234\n" in result.out
+
+
+def test_status_of_a_run_that_failed(call: Any, job: Path, ledger: Ledger) -> None:
+    ledger.close("too many rows failed")
+    found = json.loads(call("status", job, "--json").out)
+    assert (found["state"], found["error"]) == ("failed", "too many rows failed")
+    assert "state          failed: too many rows failed\n" in call("status", job).out
 
 
 def test_status_goes_from_stopped_to_finished(call: Any, job: Path, ledger: Ledger) -> None:
