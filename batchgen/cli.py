@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import signal
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from batchgen.runstatus import RunStatus
     from batchgen.spec import JobSpec
 
+NOT_MAPPED = ("failed to map segment", "cannot allocate memory")  # of a shared library: the loader's words
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 _CommandT = TypeVar("_CommandT", bound=Callable[..., Any])
@@ -71,7 +73,8 @@ def _explained(error: Exception) -> tuple[str, ExitCode]:
     """What to tell, and what to end with."""
     if isinstance(error, BatchgenError):
         return str(error), error.exit_code
-    if isinstance(error, MemoryError):
+    unloaded = isinstance(error, ImportError) and any(text in str(error) for text in NOT_MAPPED)
+    if isinstance(error, MemoryError) or unloaded or getattr(error, "errno", None) == errno.ENOMEM:
         what = "there is too little memory even to begin (a limit of the process, as ulimit -v, counts): give it more"
         return what, ExitCode.CONFIG
     if isinstance(error, OSError):
@@ -215,7 +218,10 @@ def run(
         if overwrite and not yes:
             _confirm(f"Delete the run in {spec.output.path}?")
         _show_logs()
-        from batchgen import checks
+        from batchgen import checks, memory
+
+        if not memory.room_to_begin():
+            raise MemoryError
         from batchgen import job as jobs
 
         checks.check_templates(spec, job)

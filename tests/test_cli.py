@@ -148,6 +148,11 @@ def test_run_hands_its_options_on(call: Any, jobs: Any, job: Path) -> None:
     }
 
 
+TOO_LITTLE_MEMORY = (
+    "batchgen: there is too little memory even to begin (a limit of the process, as ulimit -v, counts): give it more"
+)
+
+
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
@@ -157,6 +162,9 @@ def test_run_hands_its_options_on(call: Any, jobs: Any, job: Path) -> None:
         (errors.ModelError("odd"), 69, "batchgen: odd"),
         (errors.StorageError("away"), 74, "batchgen: away"),
         (errors.PermissionDenied("shut"), 77, "batchgen: shut"),
+        (MemoryError(), 78, TOO_LITTLE_MEMORY),
+        (OSError(12, "Cannot allocate memory"), 78, TOO_LITTLE_MEMORY),
+        (ImportError("libx.so: failed to map segment from shared object"), 78, TOO_LITTLE_MEMORY),
         (errors.ConfigError("a\nb"), 78, "batchgen: a\nbatchgen: b"),
         (OSError(28, "No space left on device", "x"), 74, "batchgen: [Errno 28] No space left on device: 'x'"),
         (PermissionError(13, "Permission denied", "x"), 77, "batchgen: [Errno 13] Permission denied: 'x'"),

@@ -101,6 +101,17 @@ def test_no_groups(tmp_path: Path) -> None:
     assert 0 < memory.available() < 1 << 60
 
 
+def test_libraries_need_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"limit": resource.RLIM_INFINITY}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits["limit"], resource.RLIM_INFINITY))
+    assert memory.room_to_begin()
+    used = psutil.Process().memory_info().vms
+    limits["limit"] = used + 2 * memory.LIBRARIES_BYTES
+    assert memory.room_to_begin()
+    limits["limit"] = used + memory.LIBRARIES_BYTES // 2
+    assert not memory.room_to_begin()
+
+
 # -- what the pool takes -----------------------------------------------------------------------------------------------
 
 
