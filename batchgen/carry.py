@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import pyarrow as pa
@@ -17,6 +19,8 @@ from batchgen.io.sinks import JSON_TEXT
 from batchgen.spec import JobSpec
 from batchgen.types import RowError
 from batchgen.where import Filter
+
+logger = logging.getLogger(__name__)
 
 DECLARED_TYPES: dict[str, tuple[pa.DataType, tuple[type, ...]]] = {  # what a JSON value must be to have the type
     "string": (pa.string(), (str,)),
@@ -103,6 +107,8 @@ def input_fields(spec: JobSpec, files: Sequence[InputFile], formats: Sequence[st
     only_tables = bool(tables) and len(tables) == len(files)
     if names == "all":
         names = dict.fromkeys(_all_names(spec, files, formats, tables))
+    elif names:
+        _warn_of_unknown(names, spec, files, formats, tables)
     columns = []
     wanted = ([] if id_name is None else [(id_name, None, True)]) + [(*pair, False) for pair in names.items()]
     for name, declared, is_id in wanted:
@@ -127,13 +133,36 @@ def _all_names(
 ) -> list[str]:
     """Every column but the id: by the files' schemas; JSON Lines have none, so its first rows count."""
     names = dict.fromkeys(name for schema in tables for name in schema.names)
-    first = next((file for file, kind in zip(files, formats, strict=True) if kind == "jsonl"), None)
-    if first is not None:
-        options = spec.input.storage_options
-        chunks = sources.read_shards(first, "jsonl", columns=None, shard_rows=None, done={}, storage_options=options)
-        for row in next(chunks).rows:
-            names.update(dict.fromkeys(row.values or ()))
+    for values in _first_lines(spec, files, formats):
+        names.update(dict.fromkeys(values))
     return [name for name in names if name != spec.input.id_column]
+
+
+def _first_lines(spec: JobSpec, files: Sequence[InputFile], formats: Sequence[str]) -> list[Mapping[str, Any]]:
+    """The first rows of the first file of JSON Lines."""
+    first = next((file for file, kind in zip(files, formats, strict=True) if kind == "jsonl"), None)
+    if first is None:
+        return []
+    options = spec.input.storage_options
+    chunks = sources.read_shards(first, "jsonl", columns=None, shard_rows=None, done={}, storage_options=options)
+    return [row.values for row in next(chunks).rows if row.values]
+
+
+def _warn_of_unknown(
+    names: Iterable[str], spec: JobSpec, files: Sequence[InputFile], formats: Sequence[str], tables: Sequence[pa.Schema]
+) -> None:
+    """JSON Lines may leave out what is null, so a column that no first row has is no error; but it may be misspelt."""
+    rows = _first_lines(spec, files, formats)
+    have = dict.fromkeys(name for values in rows for name in values)
+    for name in names:
+        if rows and name not in have and not any(name in schema.names for schema in tables):
+            near = get_close_matches(name, have, 1)
+            logger.warning(
+                "output.columns: none of the first %d rows has a column %s, so it may be empty in all results; %s",
+                len(rows),
+                name,
+                f"did you mean {near[0]}?" if near else f"they have {', '.join(sorted(have))}",
+            )
 
 
 def _common_type(name: str, tables: Sequence[pa.Schema]) -> pa.DataType | None:

@@ -30,6 +30,11 @@ def check(spec: JobSpec, where: str) -> str:
     return f"{len(files)} input file{'' if len(files) == 1 else 's'} ({size / 1e6:,.1f} MB) into {spec.output.path}"
 
 
+def check_templates(spec: JobSpec, where: str) -> None:
+    """Raises ConfigError where one of the job's templates is none; looks at nothing else."""
+    _template_variables(spec.prompt, where)
+
+
 # -- templates ---------------------------------------------------------------------------------------------------------
 
 

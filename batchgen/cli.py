@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import signal
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from batchgen.runstatus import RunStatus
     from batchgen.spec import JobSpec
 
+NOT_MAPPED = ("failed to map segment", "cannot allocate memory")  # of a shared library: the loader's words
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 _CommandT = TypeVar("_CommandT", bound=Callable[..., Any])
@@ -71,7 +73,8 @@ def _explained(error: Exception) -> tuple[str, ExitCode]:
     """What to tell, and what to end with."""
     if isinstance(error, BatchgenError):
         return str(error), error.exit_code
-    if isinstance(error, MemoryError):
+    unloaded = isinstance(error, ImportError) and any(text in str(error) for text in NOT_MAPPED)
+    if isinstance(error, MemoryError) or unloaded or getattr(error, "errno", None) == errno.ENOMEM:
         what = "there is too little memory even to begin (a limit of the process, as ulimit -v, counts): give it more"
         return what, ExitCode.CONFIG
     if isinstance(error, OSError):
@@ -215,7 +218,13 @@ def run(
         if overwrite and not yes:
             _confirm(f"Delete the run in {spec.output.path}?")
         _show_logs()
+        from batchgen import checks, memory
+
+        if not memory.room_to_begin():
+            raise MemoryError
         from batchgen import job as jobs
+
+        checks.check_templates(spec, job)
 
         options = jobs.RunOptions(
             limit=limit,
@@ -351,7 +360,7 @@ def _status_table(run: RunStatus, url: str) -> str:
 
     worker = "" if run.pid is None else f", process {run.pid} on {run.host}"
     rows = {
-        "state": f"{run.state}{worker if run.state == 'running' else ''}",
+        "state": f"{run.state}{worker if run.state == 'running' else ''}{f': {run.error}' if run.error else ''}",
         "rows": part(run.rows_done, run.rows_total),
         "failed rows": f"{run.rows_failed:,}",
         "shards": part(run.shards_done, run.shards_total),
@@ -487,7 +496,10 @@ def bench_engine(
 def bench_quality(job: str, params: dict[str, str], overrides: tuple[str, ...], rows: int) -> None:
     """Compare JOB's quantised model with the plain one; prints one JSON line.
 
-    Both answer the first rows greedily, then both read the plain model's answers.
+    Both answer the first rows greedily, then both read the plain model's answers. rows counts those that neither failed
+    with. perplexity and perplexity_quantized are those of the plain answers under either model, over positions tokens;
+    top1_agreement is the share of these at which both find the same token most likely. rows_equal is the share of rows
+    with equal answers, tokens_before_difference that of the plain answers' tokens before the first one that differs.
     """
     settings = _load(job, params, overrides)
     _show_logs()

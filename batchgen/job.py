@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -197,7 +198,7 @@ class _Start:
                 extend=self._options.extend,
                 info={"version": __version__, "device": model.device},
             )
-            stack.callback(book.close)
+            stack.push(partial(_close, book))
             if (done := read_success(store)) is not None:  # by a worker that was still at it when this start looked
                 return self._summary(done["counters"], status="done", complete=True, resumed=True)
             if not store.atomic_create:
@@ -272,6 +273,12 @@ class _Start:
         summary = {"name": self._spec.name, "output": self.store.url, **counters, **more}
         print(table(summary), file=sys.stderr)
         return summary
+
+
+def _close(book: Ledger, kind: object, error: BaseException | None, trace: object) -> None:
+    """The end of a start, as `status` shows it: one that was interrupted has not failed."""
+    failed = isinstance(error, Exception) and not isinstance(error, Interrupted)
+    book.close(f"{error or type(error).__name__}" if failed else None)
 
 
 def _check_stop_ids(spec: JobSpec, model: ModelLike) -> None:

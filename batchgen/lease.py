@@ -222,11 +222,13 @@ class Lease:
                 return
             self._try_to_write()
 
-    def release(self) -> None:
-        """Let the next start have the slot at once, where it is still ours."""
+    def release(self, failed: str | None = None) -> None:
+        """Let the next start have the slot at once, where it is still ours. `failed` says why this one came to no good
+        end, for `status`."""
         try:
             with self._lock:
                 self.check()
+                self._record |= {"failed": failed} if failed else {}
                 self._write(released=True)
         except Interrupted:  # another worker has the slot: its lease is not ours to touch
             pass

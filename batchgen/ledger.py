@@ -518,8 +518,8 @@ class Ledger:
         """Show that this worker lives; call it often, it acts every 5 s. Interrupted("fenced") when replaced."""
         self._lease.beat()
 
-    def close(self) -> None:
-        """Give the slot back."""
+    def close(self, failed: str | None = None) -> None:
+        """Give the slot back; `failed` as `Lease.release` takes it."""
         try:
             if self._unrecorded:
                 self._save_proofs()
@@ -527,7 +527,7 @@ class Ledger:
             return
         except BatchgenError as error:
             logger.warning("the next start has to read some parts again: %s", error)
-        self._lease.release()
+        self._lease.release(failed)
 
     def _committed_ranges(self) -> dict[int, list[ShardRange]]:
         ranges: dict[int, list[ShardRange]] = {}

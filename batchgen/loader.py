@@ -209,6 +209,11 @@ class Model:
         )
         lower = "lower engine.max_num_seqs and engine.max_batch_tokens, or free memory"
         per_block = backend.bytes_per_block(self.config.layers, kv_dtype)
+        if room < 2 * per_block:  # whatever kv_memory is
+            raise ConfigError(
+                f"engine.max_num_seqs: {max_num_seqs}, engine.max_batch_tokens: {max_batch_tokens}: steps of this size "
+                f"leave no room for keys and values: {what}; {lower}"
+            )
         if spec.kv_memory == "auto" and isinstance(self._device, Cuda):
             budget = room  # nobody else wants it
         elif spec.kv_memory == "auto":

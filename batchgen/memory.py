@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 import psutil
 
 THREADS_BYTES = 256 << 20  # addresses that threads and libraries still take when everything is loaded
+LIBRARIES_BYTES = 1100 << 20  # addresses that torch and the others take before a model is loaded
 
 # file names in a group's folder: limits, what is used, and what the entries of memory.stat begin with that count files
 # in the page cache: they give way, whether they were used once (inactive) or again (active)
@@ -29,6 +30,12 @@ def limit_room() -> Iterator[int]:
         taken = getattr(psutil.Process().memory_info(), used, None)  # not every system tells
         if most != resource.RLIM_INFINITY and taken is not None:
             yield most - taken - THREADS_BYTES
+
+
+def room_to_begin() -> bool:
+    """Whether this process has addresses for its libraries (ulimit -v): some of them abort it when they get none."""
+    most = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return most == resource.RLIM_INFINITY or most - psutil.Process().memory_info().vms > LIBRARIES_BYTES
 
 
 def group_room(proc: Path = Path("/proc/self")) -> Iterator[int]:

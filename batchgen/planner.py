@@ -140,7 +140,7 @@ class Planner:
         if equal is None:
             return
         followers = self._followers.pop(equal, None)  # of several leaders the first one tells them
-        if completion.error is None or completion.error.code in OF_THE_ROW:
+        if completion.error is None or self._of_the_row(completion):
             self._remember(equal, completion)
             if followers:
                 self._num_following -= len(followers)
@@ -151,6 +151,16 @@ class Planner:
             request, sample = followers.pop(0)
             self._followers[equal] = followers
             self._queue.appendleft(self._leader(request, sample, equal))
+
+    def _of_the_row(self, completion: Completion) -> bool:
+        """Whether an equal row would meet this error too. Memory that a step wanted may be there for the next one,
+        a pool that a row has outgrown stays too small."""
+        assert completion.error is not None
+        if completion.error.code != "out_of_memory":
+            return completion.error.code in OF_THE_ROW
+        settings = self._engine.settings
+        num_tokens = completion.prompt_tokens + len(completion.token_ids)
+        return num_tokens > settings.num_blocks * settings.block_size
 
     def _remember(self, equal: bytes, completion: Completion) -> None:
         if equal in self._remembered:

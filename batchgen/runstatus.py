@@ -34,7 +34,7 @@ def read_success(store: Store) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """`state`: "empty", "running", "stopped" or "finished".
+    """`state`: "empty", "running", "stopped", "failed" or "finished"; `error` is why it failed.
 
     Rows and failures count as the last heartbeat told, tokens those of parts; totals are None until every input file
     has been read to its end. Epoch, host and process are those of the worker that was seen last.
@@ -55,6 +55,7 @@ class RunStatus:
     epoch: int = 0
     host: str | None = None
     pid: int | None = None
+    error: str | None = None
 
 
 def peek(store: Store) -> RunStatus:
@@ -102,7 +103,7 @@ def peek(store: Store) -> RunStatus:
         return max([committed, *(int(worker.get("progress", {}).get(name, 0)) for worker in workers)])
 
     return RunStatus(
-        "running" if living else "stopped",
+        "running" if living else "failed" if last.get("failed") else "stopped",
         str(job["spec"].get("name", "")),
         files,
         shards_done=len(parts),
@@ -117,6 +118,7 @@ def peek(store: Store) -> RunStatus:
         epoch=last.get("epoch", 0),
         host=last.get("host"),
         pid=last.get("pid"),
+        error=None if living else last.get("failed"),
     )
 
 

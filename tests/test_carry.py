@@ -194,3 +194,14 @@ def test_a_few_rows_do_not_take_a_large_dictionary_along(tmp_path: Path) -> None
     assert batch["runs"].to_pylist() == ["p"] * 256 and batch["runs"].type == pa.string()
     assert batch.schema.field("d").type == column.type and batch["d"].to_pylist() == words[: batch.num_rows].to_pylist()
     assert len(batch["d"].dictionary) == batch.num_rows == 256 and not wrong
+
+
+def test_a_misspelt_column_of_json_lines_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "day=1").mkdir()
+    write_jsonl(tmp_path / "day=1/a.jsonl", '{"title": "x", "text": "y"}', '{"title": "z", "rare": 1}', "[")
+    fields_of(tmp_path, ["title", "rare", "day"])
+    assert not caplog.messages
+    fields_of(tmp_path, ["titel", "text", "other"])
+    one, other = caplog.messages
+    assert "none of the first 2 rows has a column titel" in one and one.endswith("did you mean title?")
+    assert "a column other" in other and other.endswith("they have day, rare, text, title")

@@ -148,6 +148,11 @@ def test_run_hands_its_options_on(call: Any, jobs: Any, job: Path) -> None:
     }
 
 
+TOO_LITTLE_MEMORY = (
+    "batchgen: there is too little memory even to begin (a limit of the process, as ulimit -v, counts): give it more"
+)
+
+
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
@@ -157,6 +162,9 @@ def test_run_hands_its_options_on(call: Any, jobs: Any, job: Path) -> None:
         (errors.ModelError("odd"), 69, "batchgen: odd"),
         (errors.StorageError("away"), 74, "batchgen: away"),
         (errors.PermissionDenied("shut"), 77, "batchgen: shut"),
+        (MemoryError(), 78, TOO_LITTLE_MEMORY),
+        (OSError(12, "Cannot allocate memory"), 78, TOO_LITTLE_MEMORY),
+        (ImportError("libx.so: failed to map segment from shared object"), 78, TOO_LITTLE_MEMORY),
         (errors.ConfigError("a\nb"), 78, "batchgen: a\nbatchgen: b"),
         (OSError(28, "No space left on device", "x"), 74, "batchgen: [Errno 28] No space left on device: 'x'"),
         (PermissionError(13, "Permission denied", "x"), 77, "batchgen: [Errno 13] Permission denied: 'x'"),
@@ -516,6 +524,13 @@ def ledger(job: Path) -> Iterator[Ledger]:
     opened.close()
 
 
+def test_a_broken_template_ends_a_run_before_it_leaves_anything(call: Any, job: Path) -> None:
+    job.write_text(job.read_text().replace("text }}", "text }"))
+    result = call("run", job)
+    assert result.code == 78 and "`prompt.template`: not valid Jinja: line 2: " in result.err
+    assert json.loads(result.out)["status"] == "failed" and not (job.parent / "out").exists()
+
+
 def test_status_of_a_running_job(call: Any, job: Path, ledger: Ledger) -> None:
     for place in (job, job.parent / "out"):
         result = call("status", place)
@@ -524,6 +539,13 @@ def test_status_of_a_running_job(call: Any, job: Path, ledger: Ledger) -> None:
         assert f"state          running, process {os.getpid()} on " in result.out
         assert "rows           2\n" in result.out
         assert "prompt tokens  1,234\n" in result.out
+
+
+def test_status_of_a_run_that_failed(call: Any, job: Path, ledger: Ledger) -> None:
+    ledger.close("too many rows failed")
+    found = json.loads(call("status", job, "--json").out)
+    assert (found["state"], found["error"]) == ("failed", "too many rows failed")
+    assert "state          failed: too many rows failed\n" in call("status", job).out
 
 
 def test_status_goes_from_stopped_to_finished(call: Any, job: Path, ledger: Ledger) -> None:

@@ -203,6 +203,8 @@ def test_too_many_bad_rows_end_the_job(tmp_path: Path, model_folder: Path) -> No
         start(job_of(tmp_path, path), FakeModel(model_folder))
     with pytest.raises(DataError, match="10 of 20 rows failed"):
         start(job_of(tmp_path, path), FakeModel(model_folder))
+    status = peek(Store(str(tmp_path / "out")))
+    assert status.state == "failed" and status.error is not None and "10 of 20 rows failed" in status.error
     # the work is kept: only what was in flight is still to be done
     engine = FakeEngine()
     assert start(job_of(tmp_path, path, errors__max_failed=0.5), FakeModel(model_folder, engine))["rows"] == 20

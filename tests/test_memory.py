@@ -101,6 +101,17 @@ def test_no_groups(tmp_path: Path) -> None:
     assert 0 < memory.available() < 1 << 60
 
 
+def test_libraries_need_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"limit": resource.RLIM_INFINITY}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits["limit"], resource.RLIM_INFINITY))
+    assert memory.room_to_begin()
+    used = psutil.Process().memory_info().vms
+    limits["limit"] = used + 2 * memory.LIBRARIES_BYTES
+    assert memory.room_to_begin()
+    limits["limit"] = used + memory.LIBRARIES_BYTES // 2
+    assert not memory.room_to_begin()
+
+
 # -- what the pool takes -----------------------------------------------------------------------------------------------
 
 
@@ -240,8 +251,13 @@ def test_a_pool_that_does_not_fit_is_refused(folder: Path, monkeypatch: pytest.M
     with pytest.raises(ConfigError, match=r"engine.kv_memory: 3.90 GiB, but 3.5\d GiB .* 4.00 GiB, less .* lower it"):
         settings(folder, kv_memory=int(3.9 * GIB))
     monkeypatch.setattr(memory, "available", lambda: loader.ROWS_BYTES)
-    with pytest.raises(ConfigError, match=r"0 blocks .* lower engine.max_num_seqs and engine.max_batch_tokens"):
+    with pytest.raises(ConfigError, match=r"engine.max_num_seqs: 128, engine.max_batch_tokens: 512: .*; lower engine"):
         settings(folder)
+    monkeypatch.setattr(memory, "available", lambda: FREE)
+    with pytest.raises(ConfigError, match=r"^engine.max_num_seqs: 1000000, .* leave no room for keys and values: 0.00"):
+        settings(folder, max_num_seqs=10**6)
+    with pytest.raises(ConfigError, match=r"^engine.kv_memory: 3 bytes hold 0 blocks"):
+        settings(folder, kv_memory=1e-9)
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(

@@ -294,6 +294,17 @@ def test_only_errors_of_the_row_itself_are_shared(code: str) -> None:
     assert len(engine.given) == (1 if code == "nonfinite_logits" else 3)
 
 
+def test_equal_rows_that_outgrow_the_pool_fail_together() -> None:
+    engine = Failing()
+    engine.code, engine.times = "out_of_memory", 3
+    plan = Planner(engine)
+    most = engine.settings.num_blocks * engine.settings.block_size
+    for row in range(4):
+        plan.add(request(row, [1] * most))
+    done = run(plan)
+    assert [one.error is not None for one in done] == [True] * 4 and len(engine.given) == 1
+
+
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "MAX_REMEMBERED_BYTES", 20 * planner.REMEMBERED_BYTES)
     engine = Engine()

@@ -26,6 +26,7 @@ class KVCurve:
         self._kind_of = np.repeat(np.arange(len(self._ahead) - 1), np.diff(self._ahead))  # tokens produced -> kind
         self._last_of = np.searchsorted(self._ahead, np.arange(longest + 1))  # tokens to go -> last moment it may see
         self._alive = np.ones((len(self._ahead), len(self._ahead)))  # (num_kinds, num_moments) chance to run then
+        self._most = self._ahead.astype(float)  # (num_kinds,) tokens that one may be expected to grow by
         self._tokens = np.zeros(len(self._ahead))  # (num_moments,) what may well be held then
 
     def learn(self, produced: IntArray) -> None:
@@ -33,6 +34,7 @@ class KVCurve:
         self._forecast.watch(produced)
         middles = (self._ahead[:-1] + self._ahead[1:] - 1) / 2
         self._alive[:-1] = self._forecast.survival(middles[:, None], self._ahead[None, :])
+        self._most = (self._alive * self._ahead).max(1)
 
     def start(self, produced: IntArray, room: IntArray, own: IntArray, certain: npt.NDArray[np.bool_]) -> None:
         """The curve of these samples: output tokens, tokens to go at most, KV tokens they hold alone, whether they
@@ -49,6 +51,15 @@ class KVCurve:
         tokens = (held + count * self._ahead + grown) * self._alive  # those that end by then have grown by their room
         variance = (tokens * tokens * (1 / np.maximum(self._alive, 1e-9) - 1) / np.maximum(count, 1)).sum(0)
         self._tokens = tokens.sum(0) + DEVIATIONS * np.sqrt(variance)
+
+    @property
+    def peak(self) -> float:
+        """Tokens that may well be held at most."""
+        return float(self._tokens.max())
+
+    def most(self, produced: int, room: int, own: int, certain: bool) -> float:
+        """Tokens, from above, by which a sample raises the peak."""
+        return own + (room if certain else min(room, self._most.item(self._kind_of.item(produced))))
 
     def admit(self, produced: int, room: int, own: int, certain: bool, free: float) -> bool:
         """Whether what is held rises by no more than `free` tokens with this sample; then it is part of the curve."""

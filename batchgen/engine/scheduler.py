@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ from batchgen.types import Completion, InFlight, Request, RowError
 LEARN_EVERY = 32  # steps between two looks at what running samples show of output lengths
 RECENT = 128  # tokens of a slot that are kept in an array before its sample takes them over
 SMALLEST_STEP = 8  # tokens; a step of one row and no more tokens than this cannot be made smaller to any use
+AMPLE = 0.5  # of the pool; as long as no more than this may be asked for, nothing is worth a closer look
 GROW_AFTER = 256  # good steps after which a budget that was halved doubles
 
 
@@ -99,7 +101,9 @@ class Scheduler:
         self._stream_factory = stream_factory
         self._waiting: deque[Sequence] = deque()
         self._running: dict[int, Sequence] = {}  # slot -> sample, in order of admission
-        self._slots_cache: SlotArray | None = None  # the keys of _running
+        self._slots: SlotArray = np.empty(0, np.intp)  # the keys of _running, but for changes not in it yet:
+        self._some_left = False  # slots that are not live are still in it
+        self._entered: list[int] = []  # slots to be appended
         self._ended: list[Sequence] = []  # finished, but steps in flight still touch them
         self._finished: list[Completion] = []  # not handed out yet
         self._flights: deque[_Flight] = deque()
@@ -111,6 +115,7 @@ class Scheduler:
         self._forecast = LengthForecast(settings.max_model_len)
         self._curve = KVCurve(self._forecast, settings.max_model_len)
         self._growth = 0  # blocks that running samples will still ask for if they all come to their limits
+        self._peak = math.inf  # tokens, from above, that those that run may hold at once: of a look ahead not long ago
         self._looked_ahead = False  # the curve is that of the samples that run now
         self._learn_at = 0  # step
         self._refused = False  # the pool had no room for the next sample, and nothing has changed that since
@@ -258,14 +263,20 @@ class Scheduler:
 
     def _running_slots(self) -> SlotArray:
         """(num_running,) in order of admission."""
-        if self._slots_cache is None:
-            self._slots_cache = np.fromiter(self._running, np.intp, len(self._running))
-        return self._slots_cache
+        if self._some_left:
+            self._slots = self._slots[self._live.take(self._slots)]
+            self._some_left = False
+        if self._entered:
+            self._slots = np.concatenate((self._slots, np.array(self._entered, np.intp)))
+            self._entered = []
+        return self._slots
 
     def _owns_pool(self, growing: SlotArray) -> bool:
         """Whether one of these has every block there is: no preemption can help it."""
         pool = self.settings.num_blocks * self.settings.block_size
-        return bool(len(growing)) and int(self._capacity[growing].max()) >= pool
+        if self.settings.max_model_len <= pool or not len(growing):
+            return False
+        return int(self._capacity.take(growing).max()) >= pool
 
     def _make_room(self, growing: SlotArray) -> None:
         """End the sample that outgrew the pool, or preempt the one with the least work done. Nothing is in flight."""
@@ -343,6 +354,7 @@ class Scheduler:
             self._learn_at = self._steps + LEARN_EVERY
             produced = self._total.take(slots) - self._prompt.take(slots)
             self._curve.learn(produced[~self._certain.take(slots)])
+            self._peak = math.inf
 
     def _look_ahead(self) -> None:
         """What those that run will hold, where not all of them can come to their limits."""
@@ -352,7 +364,7 @@ class Scheduler:
         self._curve.start(
             total - self._prompt.take(slots), self._limit.take(slots) - total, own, self._certain.take(slots)
         )
-        self._looked_ahead = True
+        self._looked_ahead, self._peak = True, self._curve.peak
 
     def _fits(self, sequence: Sequence, need: int, left: int) -> bool:
         """Whether the pool will hold all running samples and this one, which leaves `left` blocks free now: because
@@ -363,11 +375,16 @@ class Scheduler:
         if self._running and growth > left:
             if left < self._watermark:
                 return False
-            if not self._looked_ahead:
-                self._look_ahead()
-            room = sequence.limit - num_tokens
-            if not self._curve.admit(sequence.num_output, room, need * size, sequence.ends_at_limit, left * size):
-                return False
+            sample = sequence.num_output, sequence.limit - num_tokens, need * size, sequence.ends_at_limit
+            self._peak += self._curve.most(*sample)
+            if self._peak > self.settings.num_blocks * size * AMPLE:
+                if not self._looked_ahead:
+                    self._look_ahead()
+                if not self._curve.admit(*sample, left * size):
+                    return False
+                self._peak = self._curve.peak
+            else:
+                self._looked_ahead = False  # the curve knows nothing of this one
         self._growth = growth
         return True
 
@@ -375,8 +392,8 @@ class Scheduler:
         """Put the next chunk of its known tokens into the plan; what it fills can be shared from here on, because
         each layer writes all keys and values of a step before it attends."""
         slot = sequence.slot
-        start, left = int(self._scheduled[slot]), len(sequence.tokens)
-        left -= start
+        start = self._scheduled.item(slot)
+        left = len(sequence.tokens) - start
         length = min(budget, left)
         draft.slots.append(slot)
         draft.starts.append(start)
@@ -405,8 +422,10 @@ class Scheduler:
         slot = sequence.slot = self._free_slots.pop()
         self.blocks.share(hits)
         sequence.block_ids = hits + self.blocks.allocate(need)
+        if self._some_left:  # its slot may be one of theirs
+            self._running_slots()
         self._running[slot] = sequence
-        self._slots_cache = None
+        self._entered.append(slot)
         self._scheduled[slot] = self._shared[slot] = len(hits) * size
         self._total[slot] = num_tokens
         self._limit[slot] = sequence.limit
@@ -439,7 +458,9 @@ class Scheduler:
         self._hand_over(sequence)
         del self._running[sequence.slot]
         self._live[sequence.slot] = False
-        self._slots_cache = None
+        if self._entered:
+            self._running_slots()
+        self._some_left = True
         if self._pending[sequence.slot]:
             self._ended.append(sequence)
         else:
@@ -447,13 +468,13 @@ class Scheduler:
 
     def _hand_over(self, sequence: Sequence) -> None:
         """Give a running sample its recent tokens, which end nothing."""
-        self._extend(sequence, int(self._known[sequence.slot]))
+        self._extend(sequence, self._known.item(sequence.slot))
 
     def _extend(self, sequence: Sequence, end: int) -> None:
         """Give it those up to token `end`."""
         first = len(sequence.tokens)
         if first < end:
-            at = first + int(self._recent_from[sequence.slot])
+            at = first + self._recent_from.item(sequence.slot)
             sequence.extend(self._recent.ravel()[at : at + end - first])
 
     def _look_again(self, sequence: Sequence) -> None:

@@ -6,6 +6,7 @@ vocabulary; this one takes a twentieth of that, and a command that only counts t
 
 from __future__ import annotations
 
+import errno
 import mmap
 import struct
 from dataclasses import dataclass
@@ -55,6 +56,8 @@ def read_header(path: str | Path) -> GGUFHeader:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Parser(data, path).header()
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+        if getattr(error, "errno", None) == errno.ENOMEM:  # which is not the file's fault
+            raise MemoryError from error
         raise ModelError(f"{path}: cannot read the GGUF file: {error}") from error
 
 
