@@ -28,8 +28,8 @@ class DecoderLayer:
         self.spec = spec
         self.input_norm = empty(hidden)
         self.qkv = linear(hidden, (q_size, kv_size, kv_size), bias=config.qkv_bias)
-        self.q_norm = empty(spec.head_dim) if config.qk_norm else None
-        self.k_norm = empty(spec.head_dim) if config.qk_norm else None
+        self.q_norm = empty(spec.head_dim) if config.qk_norm == "head" else None
+        self.k_norm = empty(spec.head_dim) if config.qk_norm == "head" else None
         self.out = linear(q_size, (hidden,), bias=config.out_bias)
         self.post_norm = empty(hidden)
         self.gate_up = linear(hidden, (inter, inter), bias=config.mlp_bias)

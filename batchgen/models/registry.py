@@ -174,7 +174,7 @@ def read_config(raw: Raw) -> ModelConfig:
         qkv_bias=_flag(raw, family.qkv_bias),
         out_bias=_flag(raw, family.out_bias),
         mlp_bias=_flag(raw, family.mlp_bias),
-        qk_norm=family.qk_norm,
+        qk_norm="head" if family.qk_norm else "none",
         tied_head=bool(raw["tie_word_embeddings"]),
         dtype=dtype,
         eos_token_ids=_token_ids(raw["eos_token_id"]),
