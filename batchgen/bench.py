@@ -168,7 +168,7 @@ def floor_seconds(
     the bytes of one number.
     """
     body = layer_weights(config)
-    cached = sum(2 * layer.num_kv_heads * layer.head_dim for layer in config.layers) * kv_size
+    cached = sum(layer.num_kv_heads * (layer.head_dim + layer.value_size) for layer in config.layers) * kv_size
     head = config.hidden_size * config.vocab_size
     arithmetic = 2 * (body * work.tokens + head * sampled) / matmul_rate
     weights = (body + head) * weight_size * work.steps / memory_rate

@@ -325,12 +325,9 @@ def _shared_blocks(prompts: Sequence[TokenIds], block_size: int) -> tuple[npt.ND
 
 
 def layer_weights(config: ModelConfig) -> int:
-    """Numbers in the matrices of all layers."""
-    return sum(
-        config.hidden_size
-        * ((2 * layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim + 3 * config.intermediate_size)
-        for layer in config.layers
-    )
+    """Numbers in all layers: what the model has beside embedding and head."""
+    numbers = sum(math.prod(shape) for shape in registry.tensor_shapes(config).values())
+    return numbers - config.hidden_size * config.vocab_size * (1 if config.tied_head else 2)
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, quantization: str | None = None) -> int:
@@ -343,7 +340,7 @@ def step_bytes(config: ModelConfig, dtype: torch.dtype, max_batch_tokens: int, m
     """Activations of the largest step: those of one layer for all its tokens, and logits of all samples in float32,
     three times over for drawing from them."""
     layer = max(config.layers, key=lambda layer: layer.num_heads * layer.head_dim)
-    heads = (2 * layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
+    heads = (layer.num_heads + layer.num_kv_heads) * (layer.head_dim + layer.value_size)
     values = max_batch_tokens * (4 * config.hidden_size + heads + 3 * config.intermediate_size)
     return values * dtype.itemsize + max_num_seqs * config.vocab_size * (dtype.itemsize + 3 * 4)
 

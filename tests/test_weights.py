@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 from batchgen.attention.reference import ReferenceBackend
 from batchgen.errors import ModelError, PermissionDenied, StorageError
 from batchgen.models import registry
-from batchgen.models.layers import inverse_frequencies
+from batchgen.models.rope import inverse_frequencies
 from batchgen.weights import open_checkpoint, resolve
 
 INDEX = "model.safetensors.index.json"

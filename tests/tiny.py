@@ -24,6 +24,9 @@ SHAPE: dict[str, Any] = {
 }
 
 
+WITHOUT_HEAD_DIM = ("gpt_neox", "gpt2", "cohere", "falcon")  # it follows from hidden size and heads, whatever is given
+
+
 def tiny_model(
     folder: Path, family: str = "llama", *, seed: int = 0, max_shard_size: str = "5GB", **overrides: Any
 ) -> PreTrainedModel:
@@ -33,7 +36,8 @@ def tiny_model(
     config.json; `dtype` is what it is stored in.
     """
     dtype = overrides.pop("dtype", torch.float32)
-    config = AutoConfig.for_model(family, **{**SHAPE, **overrides})
+    shape = {key: value for key, value in SHAPE.items() if key != "head_dim" or family not in WITHOUT_HEAD_DIM}
+    config = AutoConfig.for_model(family, **{**shape, **overrides})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

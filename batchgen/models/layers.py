@@ -1,18 +1,19 @@
-"""The decoder's building blocks: linear layers (dense, prepacked or in 8 bits), activations, rotary tables."""
+"""The decoder's building blocks: linear layers (dense, prepacked or in 8 bits), norms, activations, and where a
+checkpoint's tensors go in them."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from batchgen_kernels import pages
 from batchgen_kernels.reference import FloatWeight, Int8Weight, quantize
 
-from batchgen.models.config import RopeConfig
+from batchgen.models.config import ModelConfig
 
 QUANTIZE_ROWS = 4096  # of a weight at once: what that takes beside it is bounded
 
@@ -56,11 +57,31 @@ class Ops(Protocol):
         ...
 
 
-# hidden_act of a configuration -> (num_tokens, 2 * size) to (num_tokens, size)
-ACTIVATIONS: Mapping[str, Callable[[Ops, torch.Tensor], torch.Tensor]] = {
+Activation = Callable[[Ops, torch.Tensor], torch.Tensor]
+
+
+def _gelu_tanh(ops: Ops, x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+# hidden_act of a configuration -> (num_tokens, 2 * size) to (num_tokens, size), the gate first
+GATED_ACTIVATIONS: Mapping[str, Activation] = {
     "silu": lambda ops, gate_up: ops.silu_mul(gate_up),
     "gelu_pytorch_tanh": lambda ops, gate_up: ops.gelu_tanh_mul(gate_up),
 }
+# the same without a gate: (num_tokens, size) to (num_tokens, size)
+ACTIVATIONS: Mapping[str, Activation] = {
+    "gelu": lambda ops, x: F.gelu(x),
+    "gelu_new": _gelu_tanh,
+    "gelu_fast": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "relu": lambda ops, x: F.relu(x),
+    "silu": lambda ops, x: F.silu(x),
+}
+
+
+def activation_of(config: ModelConfig) -> Activation:
+    return (GATED_ACTIVATIONS if config.gated else ACTIVATIONS)[config.activation]
 
 
 def can_prepack(dtype: torch.dtype) -> bool:
@@ -211,107 +232,86 @@ def linear_kind(
     return partial(Linear, dtype=dtype, device=device)
 
 
-class RopeTable:
-    """Cosines and sines of every position, with the reference's float32 arithmetic so that both agree to the bit."""
+class Place(NamedTuple):
+    """Where a tensor of the checkpoint goes: the shape it must have and what takes it, in float32 if `wide`."""
 
-    def __init__(self, rope: RopeConfig, max_model_len: int, device: torch.device | None = None) -> None:
-        inverse, attention_factor = inverse_frequencies(rope, max_model_len)
-        angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * inverse[None, :]
-        self.cos = (angles.cos() * attention_factor).to(device)  # (max_model_len, rotary_dim / 2)
-        self.sin = (angles.sin() * attention_factor).to(device)  # (max_model_len, rotary_dim / 2)
-
-    def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(num_tokens,) -> cos and sin, each (num_tokens, rotary_dim / 2) float32"""
-        return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+    shape: tuple[int, ...]
+    load: Callable[[torch.Tensor], object]
+    wide: bool = False
 
 
-def inverse_frequencies(rope: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, float]:
-    """Inverse frequencies (rotary_dim / 2,) and the factor on cosine and sine.
+Places = Iterator[tuple[str, Place]]  # by the tensor's name
 
-    The kinds whose frequencies depend on the length (dynamic, longrope) take the job's longest possible sequence: one
-    set for all rows, so that a row's text depends neither on its neighbours nor on how it was chunked or cached.
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How checkpoints of one kind store the decoder's parts: their names, in which {} stands for the layer's number.
+
+    A single name "qkv" or "gate_up" stands for what is elsewhere "q", "k" and "v", "gate" and "up". `grouped`: rows of
+    "qkv" are the queries of a key's group, then that key and its value, and so on. `transposed`: matrices are stored as
+    (in_features, out_features).
     """
-    scaling = dict(rope.scaling)
-    return ROPE_KINDS[str(scaling.get("rope_type", "default"))](rope, scaling, max_model_len)
+
+    names: Mapping[str, str]
+    grouped: bool = False
+    transposed: bool = False
+
+    def of_layer(self, index: int) -> Layout:
+        return replace(self, names={part: name.replace("{}", str(index)) for part, name in self.names.items()})
 
 
-def _wavelengths(rope: RopeConfig, base: float | None = None) -> torch.Tensor:
-    """Unscaled wavelengths over 2 pi (rotary_dim / 2,), growing geometrically: 1 / frequency."""
-    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
-    powers: torch.Tensor = (rope.theta if base is None else base) ** exponents
-    return powers
+# A tensor that is stored as one -> the parts of a linear layer, (rows, in_features) or (rows,) each
+Split = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 
 
-def _default(rope: RopeConfig, scaling: dict[str, Any], max_model_len: int) -> tuple[torch.Tensor, float]:
-    return 1.0 / _wavelengths(rope), 1.0
+def linear_places(target: Linear, *names: str, split: Split | None = None, transposed: bool = False) -> Places:
+    """The parts of one linear layer, in the order in which it stacks them; or all of them under a single name, cut up
+    by `split` (None: as they are stacked). `transposed` weights are stored as (in_features, rows)."""
+    everything = range(len(target.parts))
+    if len(names) == len(everything):
+        for part, name in zip(everything, names, strict=True):
+            yield from _stored_linear(target, name, (part,), lambda tensor: (tensor,), transposed)
+    else:
+        (name,) = names
+        yield from _stored_linear(target, name, everything, split or (lambda t: t.split(target.parts)), transposed)
 
 
-def _linear(rope: RopeConfig, scaling: dict[str, Any], max_model_len: int) -> tuple[torch.Tensor, float]:
-    return 1.0 / _wavelengths(rope) / scaling["factor"], 1.0
+def _stored_linear(target: Linear, name: str, parts: Sequence[int], split: Split, transposed: bool) -> Places:
+    def load(take: Callable[[int, torch.Tensor], None], tensor: torch.Tensor) -> None:
+        for part, piece in zip(parts, split(tensor.t() if transposed else tensor), strict=True):
+            take(part, piece)
+
+    rows = sum(target.parts[part] for part in parts)
+    shape = (target.in_features, rows) if transposed else (rows, target.in_features)
+    yield f"{name}.weight", Place(shape, partial(load, target.load_weight))
+    if target.bias is not None:
+        yield f"{name}.bias", Place((rows,), partial(load, target.load_bias))
 
 
-def _dynamic(rope: RopeConfig, scaling: dict[str, Any], max_model_len: int) -> tuple[torch.Tensor, float]:
-    original, factor, dim = scaling["original_max_position_embeddings"], scaling["factor"], rope.rotary_dim
-    stretch = factor * max(max_model_len, original) / original - (factor - 1)
-    return 1.0 / _wavelengths(rope, rope.theta * stretch ** (dim / (dim - 2))), 1.0
+class Norm:
+    """RMS or layer normalisation over the last dimension (or over all heads at once)."""
 
+    def __init__(
+        self, config: ModelConfig, shape: tuple[int, ...], empty: Callable[..., torch.Tensor], *, bias: bool = False
+    ) -> None:
+        self.weight = empty(shape)
+        self.bias = empty(shape) if bias else None
+        self._rms, self._eps, self._offset = config.norm == "rms", config.norm_eps, config.norm_offset
 
-def _yarn(rope: RopeConfig, scaling: dict[str, Any], max_model_len: int) -> tuple[torch.Tensor, float]:
-    """Low frequencies are interpolated, high ones kept, with a linear ramp over the dimensions in between."""
-    factor, original, dim = scaling["factor"], scaling["original_max_position_embeddings"], rope.rotary_dim
+    def __call__(self, ops: Ops, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """(num_tokens, size) or (num_tokens, num_heads, size) -> the same. With `residual`, x is added to it in place
+        and the sum is normalised."""
+        if self._rms:
+            return ops.rms_norm(x, self.weight, self._eps, residual)
+        if residual is not None:
+            x = residual.add_(x)
+        normalised = F.layer_norm(x.float(), x.shape[-1:], eps=self._eps) * self.weight
+        return (normalised if self.bias is None else normalised + self.bias).to(x.dtype)
 
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+    def places(self, name: str) -> Places:
+        def load(tensor: torch.Tensor) -> None:
+            self.weight.copy_(tensor + self._offset)
 
-    attention_factor = scaling.get("attention_factor")
-    if attention_factor is None:
-        over, under = scaling.get("mscale"), scaling.get("mscale_all_dim")
-        attention_factor = mscale(over) / mscale(under) if over and under else mscale(1.0)
-
-    def dimension_of(rotations: float) -> float:
-        """The dimension that turns `rotations` times over the original context."""
-        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
-
-    low, high = dimension_of(scaling.get("beta_fast") or 32), dimension_of(scaling.get("beta_slow") or 1)
-    if scaling.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
-    if low == high:
-        high += 0.001
-    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    wavelengths = _wavelengths(rope)
-    kept = 1 - ramp
-    return 1.0 / (factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept, float(attention_factor)
-
-
-def _longrope(rope: RopeConfig, scaling: dict[str, Any], max_model_len: int) -> tuple[torch.Tensor, float]:
-    original, factor = scaling["original_max_position_embeddings"], scaling["factor"]
-    factors = scaling["long_factor" if max_model_len > original else "short_factor"]
-    attention_factor = scaling.get("attention_factor")
-    if attention_factor is None:
-        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    return 1.0 / (torch.tensor(factors, dtype=torch.float32) * _wavelengths(rope)), float(attention_factor)
-
-
-def _llama3(rope: RopeConfig, scaling: dict[str, Any], max_model_len: int) -> tuple[torch.Tensor, float]:
-    """Long wavelengths are divided by the factor, short ones kept, with a smooth blend in between."""
-    factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    inverse = 1.0 / _wavelengths(rope)
-    wavelengths = 2 * math.pi / inverse
-    divided = torch.where(wavelengths > original / low, inverse / factor, inverse)
-    blend = (original / wavelengths - low) / (high - low)
-    blended = (1 - blend) * divided / factor + blend * divided
-    medium = (wavelengths >= original / high) & (wavelengths <= original / low)
-    return torch.where(medium, blended, divided), 1.0
-
-
-RopeFunction = Callable[[RopeConfig, dict[str, Any], int], tuple[torch.Tensor, float]]
-ROPE_KINDS: Mapping[str, RopeFunction] = {
-    "default": _default,
-    "linear": _linear,
-    "dynamic": _dynamic,
-    "yarn": _yarn,
-    "longrope": _longrope,
-    "llama3": _llama3,
-}
+        yield f"{name}.weight", Place(tuple(self.weight.shape), load, wide=True)
+        if self.bias is not None:
+            yield f"{name}.bias", Place(tuple(self.bias.shape), self.bias.copy_, wide=True)

@@ -1,0 +1,550 @@
+"""The table of model families: what sets each architecture's configuration and weights apart from Llama's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from batchgen.errors import ModelError
+from batchgen.models.config import ModelConfig, RopeConfig
+from batchgen.models.fields import (
+    Raw,
+    integer,
+    layer_types,
+    number,
+    optional_number,
+    read_rope,
+    rope_dictionary,
+)
+from batchgen.models.layers import Layout
+
+Windows = list[int | None]  # of each layer
+Ropes = tuple[tuple[RopeConfig, ...], tuple[int, ...]]  # and which of them each layer has
+
+
+# --- where a family's tensors are ---
+
+LLAMA = Layout(
+    {
+        "embedding": "embed_tokens",
+        "norm": "norm",
+        "head": "lm_head",
+        "attn_in": "layers.{}.input_layernorm",
+        "q": "layers.{}.self_attn.q_proj",
+        "k": "layers.{}.self_attn.k_proj",
+        "v": "layers.{}.self_attn.v_proj",
+        "q_norm": "layers.{}.self_attn.q_norm",
+        "k_norm": "layers.{}.self_attn.k_norm",
+        "out": "layers.{}.self_attn.o_proj",
+        "mlp_in": "layers.{}.post_attention_layernorm",
+        "gate": "layers.{}.mlp.gate_proj",
+        "up": "layers.{}.mlp.up_proj",
+        "down": "layers.{}.mlp.down_proj",
+    }
+)
+
+
+def _changed(layout: Layout, **names: str) -> Layout:
+    return replace(layout, names={**layout.names, **names})
+
+
+SANDWICH = _changed(
+    LLAMA,
+    attn_out="layers.{}.post_attention_layernorm",
+    mlp_in="layers.{}.pre_feedforward_layernorm",
+    mlp_out="layers.{}.post_feedforward_layernorm",
+)
+PHI3 = _changed(LLAMA, qkv="layers.{}.self_attn.qkv_proj", gate_up="layers.{}.mlp.gate_up_proj")
+STARCODER2 = _changed(LLAMA, up="layers.{}.mlp.c_fc", down="layers.{}.mlp.c_proj")
+GPT_NEOX = Layout(
+    {
+        "embedding": "embed_in",
+        "norm": "final_layer_norm",
+        "head": "embed_out",
+        "attn_in": "layers.{}.input_layernorm",
+        "qkv": "layers.{}.attention.query_key_value",
+        "out": "layers.{}.attention.dense",
+        "mlp_in": "layers.{}.post_attention_layernorm",
+        "up": "layers.{}.mlp.dense_h_to_4h",
+        "down": "layers.{}.mlp.dense_4h_to_h",
+    },
+    grouped=True,
+)
+GPT2 = Layout(
+    {
+        "embedding": "wte",
+        "positions": "wpe",
+        "norm": "ln_f",
+        "head": "lm_head",
+        "attn_in": "h.{}.ln_1",
+        "qkv": "h.{}.attn.c_attn",
+        "out": "h.{}.attn.c_proj",
+        "mlp_in": "h.{}.ln_2",
+        "up": "h.{}.mlp.c_fc",
+        "down": "h.{}.mlp.c_proj",
+    },
+    transposed=True,
+)
+FALCON = Layout(
+    {
+        "embedding": "word_embeddings",
+        "norm": "ln_f",
+        "head": "lm_head",
+        "attn_in": "h.{}.input_layernorm",
+        "qkv": "h.{}.self_attention.query_key_value",
+        "out": "h.{}.self_attention.dense",
+        "mlp_in": "h.{}.post_attention_layernorm",
+        "up": "h.{}.mlp.dense_h_to_4h",
+        "down": "h.{}.mlp.dense_4h_to_h",
+    },
+    grouped=True,
+)
+FALCON_TWO_NORMS = _changed(FALCON, attn_in="h.{}.ln_attn", mlp_in="h.{}.ln_mlp")
+
+
+# --- how a family's configuration is read ---
+
+
+def _no_windows(raw: Raw, num_layers: int) -> Windows:
+    return [None] * num_layers
+
+
+def _one_window(raw: Raw, num_layers: int) -> Windows:
+    return [raw["sliding_window"]] * num_layers
+
+
+def _last_layers_slide(raw: Raw, num_layers: int) -> Windows:
+    """Qwen's: all layers from `max_window_layers` on. Off unless asked for."""
+    window = raw["sliding_window"] if raw["use_sliding_window"] else None
+    if window is None:
+        return [None] * num_layers
+    first = raw["max_window_layers"]
+    default = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]
+    return [window if kind == "sliding_attention" else None for kind in layer_types(raw, num_layers, default)]
+
+
+def _every(raw: Raw, num_layers: int, period: int) -> list[str]:
+    """The types of layers where the last one of each period attends to everything."""
+    default = ["full_attention" if (layer + 1) % period == 0 else "sliding_attention" for layer in range(num_layers)]
+    return layer_types(raw, num_layers, default)
+
+
+def _period(raw: Raw) -> int:
+    return integer(raw, "sliding_window_pattern")
+
+
+def _periodic_windows(raw: Raw, num_layers: int) -> Windows:
+    kinds = _every(raw, num_layers, _period(raw))
+    return [integer(raw, "sliding_window") if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _one_rope(raw: Raw, head_dim: int, num_layers: int, interleaved: bool = False) -> Ropes:
+    return (read_rope(raw, rope_dictionary(raw), head_dim, interleaved=interleaved),), (0,) * num_layers
+
+
+def _interleaved_rope(raw: Raw, head_dim: int, num_layers: int) -> Ropes:
+    return _one_rope(raw, head_dim, num_layers, interleaved=True)
+
+
+def _no_rope(raw: Raw, head_dim: int, num_layers: int) -> Ropes:
+    return (NO_ROPE,), (0,) * num_layers
+
+
+NO_ROPE = RopeConfig(theta=1.0, rotary_dim=2, scaling=(("rope_type", "none"),))
+
+
+def _ropes_by_type(raw: Raw, head_dim: int, num_layers: int) -> Ropes:
+    """One for layers that attend to everything, one for those with a window, which scaling leaves alone: both in
+    `rope_parameters`, or in the older keys."""
+    given = rope_dictionary(raw)
+    if not any(kind in given for kind in ("full_attention", "sliding_attention")):
+        local = raw.get("rope_local_base_freq", raw["rope_theta"])
+        given = {"full_attention": given, "sliding_attention": {"rope_theta": local}}
+    kinds = _every(raw, num_layers, _period(raw))
+    order = sorted(set(kinds))
+    return (
+        tuple(read_rope(raw, given.get(kind) or {}, head_dim) for kind in order),
+        tuple(order.index(kind) for kind in kinds),
+    )
+
+
+def _some_without_rope(raw: Raw, head_dim: int, num_layers: int) -> Ropes:
+    """SmolLM3's: `no_rope_layers` holds a 1 for each layer that has positions."""
+    interval = integer(raw, "no_rope_layer_interval")
+    flags = raw.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(num_layers)]
+    if not isinstance(flags, list | tuple) or len(flags) != num_layers:
+        raise ModelError(f"model config: no_rope_layers is {flags!r}, expected {num_layers} times 0 or 1")
+    (rope,), _ = _one_rope(raw, head_dim, num_layers)
+    return (rope, NO_ROPE), tuple(0 if flag else 1 for flag in flags)
+
+
+def _windows_without_rope(raw: Raw, num_layers: int) -> Windows:
+    """SmolLM3's: where windows are asked for, layers without positions have them."""
+    if not raw["use_sliding_window"] or raw["sliding_window"] is None:
+        return [None] * num_layers
+    _, ropes = _some_without_rope(raw, 2, num_layers)
+    default = ["sliding_attention" if rope else "full_attention" for rope in ropes]
+    return [
+        integer(raw, "sliding_window") if kind == "sliding_attention" else None
+        for kind in layer_types(raw, num_layers, default)
+    ]
+
+
+def _nothing(raw: Raw) -> dict[str, Any]:
+    return {}
+
+
+def _as_it_is(raw: dict[str, Any]) -> dict[str, Any]:
+    return raw
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What sets one architecture apart.
+
+    `known_for` names models for people. `keys` are common keys of config.json and this family's names for them,
+    `defaults` what the reference implementation assumes for keys that are left out; `adapt` brings what is left of a
+    family's own ways into the common form. From that, `fields` of ModelConfig are fixed, `flags` are taken from the
+    keys they name, `more` follow from several; `attention` gives fields of every layer's KVSpec. `prefixes` are what
+    tensor names may begin with, and the head's.
+    """
+
+    known_for: str
+    layout: Callable[[ModelConfig], Layout] = lambda config: LLAMA
+    prefixes: tuple[tuple[str, str], ...] = (("model.", ""),)
+    ignorable: tuple[str, ...] = ()  # patterns of tensor names
+    text_config: bool = False  # the language model's configuration is a part of its own
+    keys: Mapping[str, str] = field(default_factory=dict)
+    defaults: Raw = field(default_factory=dict)
+    adapt: Callable[[dict[str, Any]], dict[str, Any]] = _as_it_is
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    flags: Mapping[str, str] = field(default_factory=dict)
+    more: Callable[[Raw], dict[str, Any]] = _nothing
+    windows: Callable[[Raw, int], Windows] = _no_windows
+    ropes: Callable[[Raw, int, int], Ropes] = _one_rope
+    attention: Callable[[Raw], dict[str, Any]] = _nothing
+
+
+def _gelu_means_tanh(raw: dict[str, Any]) -> dict[str, Any]:
+    """The first Gemmas were published with "gelu", and trained with its tanh form."""
+    return {**raw, "hidden_act": "gelu_pytorch_tanh"} if raw["hidden_act"] in ("gelu", None) else raw
+
+
+def _gemma_scale(raw: Raw) -> dict[str, Any]:
+    return {
+        "scale": number(raw, "query_pre_attn_scalar") ** -0.5,
+        "soft_cap": optional_number(raw, "attn_logit_softcapping"),
+    }
+
+
+def _gemma_fields(raw: Raw) -> dict[str, Any]:
+    return {
+        "embedding_scale": integer(raw, "hidden_size") ** 0.5,
+        "logit_soft_cap": optional_number(raw, "final_logit_softcapping"),
+    }
+
+
+def _longrope_by_other_names(raw: dict[str, Any]) -> dict[str, Any]:
+    """The first Phi-3 called it "su", or "yarn"."""
+    given = rope_dictionary(raw)
+    kind = given.get("rope_type") or given.get("type")
+    return {**raw, "rope_scaling": {**given, "rope_type": "longrope"}} if kind in ("su", "yarn") else raw
+
+
+def _granite_fields(raw: Raw) -> dict[str, Any]:
+    return {
+        "embedding_scale": number(raw, "embedding_multiplier"),
+        "residual_scale": number(raw, "residual_multiplier"),
+        "logit_scale": 1.0 / number(raw, "logits_scaling"),
+    }
+
+
+def _cohere_fields(raw: Raw) -> dict[str, Any]:
+    return {"logit_scale": number(raw, "logit_scale"), "qk_norm": "heads" if raw["use_qk_norm"] else "none"}
+
+
+def _four_times_as_wide(raw: dict[str, Any]) -> dict[str, Any]:
+    if raw.get("intermediate_size") is None:
+        raw = {**raw, "intermediate_size": 4 * integer(raw, "hidden_size")}
+    return raw
+
+
+def _gpt2(raw: dict[str, Any]) -> dict[str, Any]:
+    if not raw["scale_attn_weights"] or raw["scale_attn_by_inverse_layer_idx"]:
+        raise ModelError(
+            "model config: scale_attn_weights false and scale_attn_by_inverse_layer_idx true are not supported"
+        )
+    return _one_key_a_head(_four_times_as_wide(raw))
+
+
+def _one_key_a_head(raw: dict[str, Any]) -> dict[str, Any]:
+    return {**raw, "num_key_value_heads": None}
+
+
+def _falcon(raw: dict[str, Any]) -> dict[str, Any]:
+    if raw["alibi"]:
+        raise ModelError("model config: alibi is not supported; expected a Falcon with rotary positions")
+    if not raw["new_decoder_architecture"]:
+        raw = {**raw, "num_key_value_heads": 1 if raw["multi_query"] else None}
+    return _four_times_as_wide(raw)
+
+
+def _falcon_norms(raw: Raw) -> dict[str, Any]:
+    new = bool(raw["new_decoder_architecture"])
+    parallel = new or bool(raw["parallel_attn"])
+    two = not parallel or (new and raw["num_ln_in_parallel_attn"] in (None, 2))
+    return {"parallel": parallel, "norms": ("attn_in", "mlp_in") if two else ("attn_in",)}
+
+
+def _falcon_layout(config: ModelConfig) -> Layout:
+    return FALCON_TWO_NORMS if config.parallel and "mlp_in" in config.norms else FALCON
+
+
+ATTENTION_BIAS = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
+NO_BIAS: Raw = {"attention_bias": False, "mlp_bias": False}
+QWEN: Raw = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+LAYER_NORM = {"norm": "layer", "norm_bias": True}
+BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+GEMMA = {"norm_offset": 1.0}
+FOUR_NORMS = ("attn_in", "attn_out", "mlp_in", "mlp_out")
+GEMMA2: Raw = {
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "sliding_window_pattern": 2,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+}
+GEMMA3: Raw = {
+    **GEMMA2,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "sliding_window_pattern": 6,
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
+    "max_position_embeddings": 131072,
+}
+GEMMA3_TEXT = Family(
+    known_for="Gemma 3",
+    layout=lambda config: SANDWICH,
+    keys={"hidden_act": "hidden_activation"},
+    defaults=GEMMA3,
+    fields={**GEMMA, "norms": FOUR_NORMS, "qk_norm": "head"},
+    flags=ATTENTION_BIAS,
+    more=_gemma_fields,
+    windows=_periodic_windows,
+    ropes=_ropes_by_type,
+    attention=_gemma_scale,
+)
+
+FAMILIES: Mapping[str, Family] = {
+    "LlamaForCausalLM": Family(
+        known_for="Llama 2, 3, 3.1, 3.2, 3.3, SmolLM2 and the many models of their shape",
+        flags={**ATTENTION_BIAS, "mlp_bias": "mlp_bias"},
+        defaults={**NO_BIAS, "num_key_value_heads": None},
+    ),
+    "MistralForCausalLM": Family(
+        known_for="Mistral 7B, Nemo, Small", windows=_one_window, defaults={"sliding_window": 4096}
+    ),
+    "Qwen2ForCausalLM": Family(
+        known_for="Qwen2, Qwen2.5", fields={"qkv_bias": True}, windows=_last_layers_slide, defaults=QWEN
+    ),
+    "Qwen3ForCausalLM": Family(
+        known_for="Qwen3",
+        fields={"qk_norm": "head"},
+        flags=ATTENTION_BIAS,
+        windows=_last_layers_slide,
+        defaults={**NO_BIAS, **QWEN, "head_dim": 128},
+    ),
+    "GemmaForCausalLM": Family(
+        known_for="Gemma",
+        fields=GEMMA,
+        flags=ATTENTION_BIAS,
+        adapt=_gelu_means_tanh,
+        more=lambda raw: {"embedding_scale": integer(raw, "hidden_size") ** 0.5},
+        keys={"hidden_act": "hidden_activation"},
+        defaults={**NO_BIAS, "tie_word_embeddings": True, "head_dim": 256, "hidden_act": None},
+    ),
+    "Gemma2ForCausalLM": Family(
+        known_for="Gemma 2",
+        layout=lambda config: SANDWICH,
+        keys={"hidden_act": "hidden_activation"},
+        defaults=GEMMA2,
+        fields={**GEMMA, "norms": FOUR_NORMS},
+        flags=ATTENTION_BIAS,
+        more=_gemma_fields,
+        windows=_periodic_windows,
+        attention=_gemma_scale,
+    ),
+    "Gemma3ForCausalLM": GEMMA3_TEXT,
+    "Gemma3ForConditionalGeneration": replace(
+        GEMMA3_TEXT,
+        known_for="Gemma 3 from 4B on; text only",
+        text_config=True,
+        prefixes=(("model.language_model.", ""), ("language_model.model.", "language_model.")),
+        ignorable=(r"(model\.)?(vision_tower|multi_modal_projector)\..*",),
+    ),
+    "Phi3ForCausalLM": Family(
+        known_for="Phi-3, Phi-3.5, Phi-4, Phi-4-mini",
+        layout=lambda config: PHI3,
+        adapt=_longrope_by_other_names,
+        windows=_one_window,
+        defaults={"num_key_value_heads": None, "sliding_window": None, "rms_norm_eps": 1e-5},
+    ),
+    "SmolLM3ForCausalLM": Family(
+        known_for="SmolLM3",
+        flags={**ATTENTION_BIAS, "mlp_bias": "mlp_bias"},
+        windows=_windows_without_rope,
+        ropes=_some_without_rope,
+        defaults={
+            **NO_BIAS,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "no_rope_layer_interval": 4,
+            "rope_theta": 2_000_000.0,
+        },
+    ),
+    "Olmo2ForCausalLM": Family(
+        known_for="OLMo 2",
+        layout=lambda config: SANDWICH,
+        fields={"norms": ("attn_out", "mlp_out"), "qk_norm": "all"},
+        flags=ATTENTION_BIAS,
+        defaults={**NO_BIAS, "num_key_value_heads": None, "rms_norm_eps": 1e-5},
+    ),
+    "Olmo3ForCausalLM": Family(
+        known_for="OLMo 3",
+        layout=lambda config: SANDWICH,
+        fields={"norms": ("attn_out", "mlp_out"), "qk_norm": "all"},
+        flags=ATTENTION_BIAS,
+        windows=_periodic_windows,
+        ropes=_ropes_by_type,
+        defaults={
+            **NO_BIAS,
+            "num_key_value_heads": None,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "rope_theta": 500_000.0,
+        },
+    ),
+    "GraniteForCausalLM": Family(
+        known_for="Granite 3",
+        flags={**ATTENTION_BIAS, "mlp_bias": "mlp_bias"},
+        more=_granite_fields,
+        attention=lambda raw: {"scale": number(raw, "attention_multiplier")},
+        defaults={
+            **NO_BIAS,
+            "num_key_value_heads": None,
+            "embedding_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "attention_multiplier": 1.0,
+            "logits_scaling": 1.0,
+        },
+    ),
+    "Starcoder2ForCausalLM": Family(
+        known_for="StarCoder2",
+        layout=lambda config: STARCODER2,
+        keys={"rms_norm_eps": "norm_epsilon"},
+        fields={**LAYER_NORM, "gated": False},
+        flags={"qkv_bias": "use_bias", "out_bias": "use_bias", "mlp_bias": "use_bias"},
+        windows=_one_window,
+        defaults={
+            "use_bias": True,
+            "sliding_window": None,
+            "rms_norm_eps": 1e-5,
+            "hidden_act": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 2,
+        },
+    ),
+    "GPTNeoXForCausalLM": Family(
+        known_for="GPT-NeoX 20B, Pythia",
+        layout=lambda config: GPT_NEOX,
+        prefixes=(("gpt_neox.", ""),),
+        keys={"rms_norm_eps": "layer_norm_eps", "rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
+        fields={**LAYER_NORM, **BIASES, "gated": False},
+        flags={**ATTENTION_BIAS, "parallel": "use_parallel_residual"},
+        adapt=_one_key_a_head,
+        defaults={
+            "attention_bias": True,
+            "use_parallel_residual": True,
+            "rms_norm_eps": 1e-5,
+            "hidden_act": "gelu",
+            "partial_rotary_factor": 0.25,
+        },
+    ),
+    "GPT2LMHeadModel": Family(
+        known_for="GPT-2",
+        layout=lambda config: GPT2,
+        prefixes=(("transformer.", ""), ("", "")),
+        keys={
+            "hidden_size": "n_embd",
+            "num_hidden_layers": "n_layer",
+            "num_attention_heads": "n_head",
+            "max_position_embeddings": "n_positions",
+            "intermediate_size": "n_inner",
+            "hidden_act": "activation_function",
+            "rms_norm_eps": "layer_norm_epsilon",
+        },
+        adapt=_gpt2,
+        fields={**LAYER_NORM, **BIASES, "gated": False, "learned_positions": True},
+        ropes=_no_rope,
+        defaults={
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "hidden_act": "gelu_new",
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "CohereForCausalLM": Family(
+        known_for="Command R, Command R+",
+        keys={"rms_norm_eps": "layer_norm_eps"},
+        fields={"norm": "layer", "norms": ("attn_in",), "parallel": True},
+        flags=ATTENTION_BIAS,
+        more=_cohere_fields,
+        ropes=_interleaved_rope,
+        defaults={
+            **NO_BIAS,
+            "use_qk_norm": False,
+            "logit_scale": 0.0625,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "tie_word_embeddings": True,
+            "num_key_value_heads": None,
+        },
+    ),
+    "FalconForCausalLM": Family(
+        known_for="Falcon 7B, 40B, 180B, Falcon 2; not those with ALiBi",
+        layout=_falcon_layout,
+        prefixes=(("transformer.", ""),),
+        keys={
+            "num_key_value_heads": "num_kv_heads",
+            "intermediate_size": "ffn_hidden_size",
+            "hidden_act": "activation",
+            "rms_norm_eps": "layer_norm_epsilon",
+        },
+        adapt=_falcon,
+        fields={**LAYER_NORM, "gated": False},
+        flags={"qkv_bias": "bias", "out_bias": "bias", "mlp_bias": "bias"},
+        more=_falcon_norms,
+        defaults={
+            "alibi": False,
+            "new_decoder_architecture": False,
+            "multi_query": True,
+            "parallel_attn": True,
+            "num_ln_in_parallel_attn": None,
+            "bias": False,
+            "rms_norm_eps": 1e-5,
+            "hidden_act": "gelu",
+            "max_position_embeddings": 2048,
+            "tie_word_embeddings": True,
+            "num_key_value_heads": None,
+        },
+    ),
+}
