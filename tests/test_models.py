@@ -241,6 +241,13 @@ def test_every_tensor_is_used_or_known_to_be_needless(
         Harness(tmp_path)
 
 
+def test_norms_keep_their_weights_in_float32_whatever_the_models_dtype(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path, "gemma", hidden_act="gelu")
+    decoder = Harness(tmp_path, dtype=torch.bfloat16).decoder
+    assert decoder.embedding.dtype == torch.bfloat16
+    assert torch.equal(decoder.norm.weight, model.model.norm.weight + 1)
+
+
 def test_stored_rotary_tables_are_needless(tmp_path: Path) -> None:
     tiny_model(tmp_path)
     edit_tensors(
@@ -329,9 +336,11 @@ def test_linear_without_prepacking_shares_a_tied_embedding(monkeypatch: pytest.M
     torch.testing.assert_close(head(x), x @ embedding.T)
 
 
-def dense_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: KVSpec) -> torch.Tensor:
+def dense_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: KVSpec, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     """One query head, one query at a time, in float64: (length, heads, dim) each."""
-    out = torch.zeros(query.shape, dtype=torch.float64)
+    out = torch.zeros(*query.shape[:2], spec.value_size, dtype=torch.float64)
     for position in range(len(query)):
         first = 0 if spec.window is None else max(0, position - spec.window + 1)
         for head in range(spec.num_heads):
@@ -340,33 +349,49 @@ def dense_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
             scores = keys @ query[position, head].double() * spec.scale
             if spec.soft_cap:
                 scores = torch.tanh(scores / spec.soft_cap) * spec.soft_cap
-            out[position, head] = scores.softmax(0) @ value[first : position + 1, kv_head].double()
+            weights = scores.exp()
+            total = weights.sum() + (0 if sinks is None else sinks[head].double().exp())
+            out[position, head] = weights / total @ value[first : position + 1, kv_head].double()
     return out
 
 
-@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (3, None), (None, 0.5), (5, 2.0)])
-def test_reference_backend_window_and_soft_cap(window: int | None, soft_cap: float | None) -> None:
-    spec = KVSpec(num_heads=6, num_kv_heads=2, head_dim=8, scale=0.5, window=window, soft_cap=soft_cap)
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"window": 3},
+        {"soft_cap": 0.5},
+        {"window": 5, "soft_cap": 2.0},
+        {"value_dim": 4},
+        {"sinks": True},
+        {"window": 5, "soft_cap": 2.0, "value_dim": 12, "sinks": True},
+    ],
+    ids=str,
+)
+def test_reference_backend_windows_soft_caps_value_sizes_and_sinks(given: dict[str, Any]) -> None:
+    spec = KVSpec(num_heads=6, num_kv_heads=2, head_dim=8, scale=0.5, **given)
+    sinks = torch.tensor([1.0, -2.0, 0.0, 3.0, 0.5, 8.0]) if spec.sinks else None
     backend = ReferenceBackend(BLOCK_SIZE)
     backend.allocate([spec], 8, torch.float32)
-    assert backend.bytes_per_block([spec, spec], torch.bfloat16) == 2 * 2 * BLOCK_SIZE * 2 * 8 * 2
-    query, key, value = torch.randn(11, 6, 8), torch.randn(11, 2, 8), torch.randn(11, 2, 8)
+    assert backend.bytes_per_block([spec, spec], torch.bfloat16) == 2 * BLOCK_SIZE * 2 * (8 + spec.value_size) * 2
+    query, key, value = torch.randn(11, 6, 8), torch.randn(11, 2, 8), torch.randn(11, 2, spec.value_size)
     table = [7, 2, 5]  # 7 is the last: where a careless -1 would land
     slots = [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(11)] + [-1, -1]
     cos, sin = torch.ones(13, 4), torch.zeros(13, 4)
-    pad = torch.full((2, 8, 8), 9.0)
+    pad = torch.full((2, 8, 12), 9.0)
     metadata = batch(backend, [11], [11], [table], slots)
-    queries = torch.cat((query, pad[:, :6]))
-    backend.rope_and_write(
-        0, queries, torch.cat((key, pad[:, :2])), torch.cat((value, pad[:, :2])), cos, sin, False, metadata
+    queries, keys, values = (
+        torch.cat((states, pad[:, : states.shape[1], : states.shape[2]])) for states in (query, key, value)
     )
-    out = backend.attend(0, queries, metadata)
-    torch.testing.assert_close(out[:11].double(), dense_attention(query, key, value, spec), atol=1e-5, rtol=1e-5)
+    backend.rope_and_write(0, queries, keys, values, cos, sin, False, metadata)
+    out = backend.attend(0, queries, metadata, sinks)
+    expected = dense_attention(query, key, value, spec, sinks)
+    torch.testing.assert_close(out[:11].double(), expected, atol=1e-5, rtol=1e-5)
     assert not out[11:].any()
 
     backend.copy_block(2, 6)  # a decode that reads a copy in place of the middle block
     moved = batch(backend, [1], [11], [[7, 6, 5]], slots[10:11])
-    torch.testing.assert_close(backend.attend(0, queries[10:11], moved), out[10:11])
+    torch.testing.assert_close(backend.attend(0, queries[10:11], moved, sinks), out[10:11])
 
 
 def test_reference_backend_rotates_part_of_a_head_in_pairs_or_halves() -> None:

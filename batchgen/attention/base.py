@@ -64,7 +64,7 @@ class AttentionBackend(Protocol):
         layer: int,
         query: torch.Tensor,  # (num_tokens, num_heads, head_dim), may be a strided view
         key: torch.Tensor,  # (num_tokens, num_kv_heads, head_dim), may be a strided view
-        value: torch.Tensor,  # (num_tokens, num_kv_heads, head_dim), may be a strided view
+        value: torch.Tensor,  # (num_tokens, num_kv_heads, value_size), may be a strided view
         cos: torch.Tensor,  # (num_tokens, rotary_dim / 2) float32
         sin: torch.Tensor,  # (num_tokens, rotary_dim / 2) float32
         interleaved: bool,
@@ -73,8 +73,11 @@ class AttentionBackend(Protocol):
         """Rotate query and key in place and write key and value to the pool."""
         ...
 
-    def attend(self, layer: int, query: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-        """Causal attention of rotated queries (num_tokens, num_heads, head_dim) over the pool -> the same shape."""
+    def attend(
+        self, layer: int, query: torch.Tensor, metadata: AttentionMetadata, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Causal attention of rotated queries (num_tokens, num_heads, head_dim) over the pool ->
+        (num_tokens, num_heads, value_size). `sinks` (num_heads,) float32 are given where the layer has them."""
         ...
 
     def copy_block(self, source: int, target: int) -> None:

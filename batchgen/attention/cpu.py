@@ -53,7 +53,7 @@ class CpuAttention:
         try:
             if spec.num_heads % spec.num_kv_heads:
                 raise ValueError(f"num_heads {spec.num_heads}: expected a multiple of the {spec.num_kv_heads} KV heads")
-            return self._ops.pool_shape(num_blocks, spec.num_kv_heads, spec.head_dim, self.block_size)
+            return self._ops.pool_shape(num_blocks, spec.num_kv_heads, spec.head_dim, self.block_size, spec.value_size)
         except ValueError as error:
             raise ModelError(f"the native CPU attention cannot serve this model: {error}") from None
 
@@ -79,7 +79,9 @@ class CpuAttention:
         slots, pool, size = metadata.slot_mapping, self._pools[layer], self.block_size
         self._ops.rope_and_write(query, key, value, cos, sin, slots, pool, block_size=size, interleaved=interleaved)
 
-    def attend(self, layer: int, query: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+    def attend(
+        self, layer: int, query: torch.Tensor, metadata: AttentionMetadata, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         spec = self._layers[layer]
         step = next(step for step in self._steps if step.metadata is metadata)
         return self._ops.paged_attention(
@@ -91,6 +93,8 @@ class CpuAttention:
             scale=spec.scale,
             window=spec.window,
             soft_cap=spec.soft_cap,
+            value_dim=spec.value_size,
+            sinks=sinks,
         )
 
     def _items_of(self, spec: KVSpec, step: _Step) -> Items:

@@ -73,14 +73,14 @@ class TritonAttention:
         self._layers = tuple(layers)
         self._pools = [torch.zeros(self._pool_shape(num_blocks, spec), dtype=dtype, device=where) for spec in layers]
         self._launches = {decode: [_launch(spec, dtype, decode) for spec in layers] for decode in (False, True)}
-        self._parts = torch.empty(MAX_PARTS * max(spec.num_heads * spec.head_dim for spec in layers), device=where)
+        self._parts = torch.empty(MAX_PARTS * max(spec.num_heads * spec.value_size for spec in layers), device=where)
         self._part_lses = torch.empty(MAX_PARTS * max(spec.num_heads for spec in layers), device=where)
 
     def _pool_shape(self, num_blocks: int, spec: KVSpec) -> tuple[int, int, int]:
         try:
             if spec.num_heads % spec.num_kv_heads:
                 raise ValueError(f"num_heads {spec.num_heads}: expected a multiple of the {spec.num_kv_heads} KV heads")
-            return attention.pool_shape(num_blocks, spec.num_kv_heads, spec.head_dim, spec.head_dim, self.block_size)
+            return attention.pool_shape(num_blocks, spec.num_kv_heads, spec.head_dim, spec.value_size, self.block_size)
         except ValueError as error:
             raise ModelError(f"the Triton attention cannot serve this model: {error}") from None
 
@@ -141,7 +141,9 @@ class TritonAttention:
         slots, pool, size = metadata.slot_mapping, self._pools[layer], self.block_size
         cache.rope_and_write(query, key, value, cos, sin, slots, pool, block_size=size, interleaved=interleaved)
 
-    def attend(self, layer: int, query: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+    def attend(
+        self, layer: int, query: torch.Tensor, metadata: AttentionMetadata, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         spec = self._layers[layer]
         step = next(step for step in self._steps if step.metadata is metadata)
         launch = self._launches[step.decode][layer]
@@ -152,10 +154,11 @@ class TritonAttention:
             step.works[launch.kind],
             config=launch.config,
             block_size=self.block_size,
-            value_dim=spec.head_dim,
+            value_dim=spec.value_size,
             scale=spec.scale,
             window=spec.window,
             soft_cap=spec.soft_cap,
+            sinks=sinks,
         )
 
     def copy_block(self, source: int, target: int) -> None:
@@ -163,7 +166,7 @@ class TritonAttention:
 
 
 def _launch(spec: KVSpec, dtype: torch.dtype, decode: bool) -> _Launch:
-    shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim)
+    shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_size)
     config = attention.launch_config(*shape, dtype, decode=decode)
     blocks = config.blocks
     return _Launch(config, _Kind(spec.num_heads, spec.num_kv_heads, spec.window, blocks["small"], blocks["large"]))

@@ -24,7 +24,7 @@ class Ops(Protocol):
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Normalise the last dimension of x (num_tokens, size) or (num_tokens, num_heads, size).
+        """Normalise the last dimension of x (num_tokens, size) or (num_tokens, num_heads, size); the weight is float32.
 
         With `residual`, x is added to it in place and the sum is normalised.
         """
@@ -294,8 +294,8 @@ class Norm:
     def __init__(
         self, config: ModelConfig, shape: tuple[int, ...], empty: Callable[..., torch.Tensor], *, bias: bool = False
     ) -> None:
-        self.weight = empty(shape)
-        self.bias = empty(shape) if bias else None
+        self.weight = empty(shape, dtype=torch.float32)
+        self.bias = empty(shape, dtype=torch.float32) if bias else None
         self._rms, self._eps, self._offset = config.norm == "rms", config.norm_eps, config.norm_offset
 
     def __call__(self, ops: Ops, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:

@@ -16,7 +16,7 @@ NORM_SIZES = (256, 1024, 4096, 16384)  # rows up to a size share an entry of the
 
 def rms_norm(
     x: torch.Tensor,  # (num_tokens, dim) or (num_tokens, num_heads, dim), the last dimension contiguous
-    weight: torch.Tensor,  # (dim,)
+    weight: torch.Tensor,  # (dim,) float32
     eps: float,
     residual: torch.Tensor | None = None,  # (num_tokens, dim), the last dimension contiguous
 ) -> torch.Tensor:
@@ -52,7 +52,7 @@ def rms_norm(
 @triton.jit
 def _rms_norm_kernel(
     x_ptr,  # (num_rows, heads, dim)
-    weight_ptr,  # (dim,)
+    weight_ptr,  # (dim,) float32
     residual_ptr,  # (num_rows, dim) or None
     out_ptr,  # (num_rows * heads, dim), contiguous
     num_rows,
@@ -79,7 +79,7 @@ def _rms_norm_kernel(
         tl.store(kept, total, mask=inside)
         x = total.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / dim + eps)
-    weight = tl.load(weight_ptr + columns, mask=columns < dim, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=columns < dim, other=0.0)
     normalised = (x * scale[:, None]).to(dtype).to(tl.float32)
     written = out_ptr + rows.to(tl.int64)[:, None] * dim + columns[None, :]
     tl.store(written, (weight[None, :] * normalised).to(dtype), mask=inside)

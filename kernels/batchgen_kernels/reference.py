@@ -24,9 +24,13 @@ WIDTHS = (64, 1024)  # most likely tokens looked at before the whole vocabulary 
 Gumbel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]  # as `keyed_gumbel`
 
 
-def pool_shape(num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int) -> tuple[int, int, int]:
-    """The shape of a layer's KV pool, which must be zero before its first use."""
-    return num_blocks, num_kv_heads, block_size * (head_dim + (head_dim + 15) // 16 * 16)
+def pool_shape(
+    num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int, value_dim: int | None = None
+) -> tuple[int, int, int]:
+    """The shape of a layer's KV pool, which must be zero before its first use. Values have `value_dim` or, if it is
+    None, `head_dim` numbers."""
+    value_dim = head_dim if value_dim is None else value_dim
+    return num_blocks, num_kv_heads, block_size * (head_dim + (value_dim + 15) // 16 * 16)
 
 
 def _keys_and_values(
@@ -161,7 +165,7 @@ def merge_parts(
 
 def rms_norm(
     x: torch.Tensor,  # (num_tokens, dim) or (num_tokens, num_heads, dim)
-    weight: torch.Tensor,  # (dim,)
+    weight: torch.Tensor,  # (dim,) float32
     eps: float,
     residual: torch.Tensor | None = None,  # (num_tokens, dim)
 ) -> torch.Tensor:
@@ -173,7 +177,7 @@ def rms_norm(
         x = residual.add_(x)
     wide = x.float()
     normalised = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
-    return weight * normalised.to(x.dtype)
+    return (weight * normalised.to(x.dtype)).to(x.dtype)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:  # (num_tokens, 2 * dim) -> (num_tokens, dim)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,8 @@ class Model:
     num_heads: int = 6
     num_kv_heads: int = 2
     head_dim: int = 32
+    value_dim: int | None = None
+    sinks: tuple[float, ...] | None = None  # of the heads
     rotary_dim: int | None = None
     interleaved: bool = False
     window: int | None = None
@@ -44,9 +47,10 @@ class Cache:
         self.table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
         for row, ids in zip(self.table, order.split(blocks), strict=True):
             row[: len(ids)] = ids
-        shape = ops.pool_shape(sum(blocks), model.num_kv_heads, model.head_dim, model.block_size)
+        shape = ops.pool_shape(sum(blocks), model.num_kv_heads, model.head_dim, model.block_size, model.value_dim)
         self.pool = torch.full(shape, fill, dtype=model.kv_dtype or model.dtype)
-        width = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+        self.states = (model.num_heads + model.num_kv_heads) * model.head_dim  # of queries and keys
+        width = self.states + model.num_kv_heads * (model.value_dim or model.head_dim)
         generator = torch.Generator().manual_seed(5)
         self.tokens = [torch.randn(n, width, generator=generator).to(model.dtype) for n in lengths]
 
@@ -57,8 +61,9 @@ class Cache:
         model = self.model
         fused = torch.cat([self.tokens[s][a:b] for s, a, b in chunks] + [torch.ones(padding, self.tokens[0].shape[1])])
         fused = fused.to(model.dtype)
-        heads = fused.view(len(fused), -1, model.head_dim)
-        query, key, value = heads.split((model.num_heads, model.num_kv_heads, model.num_kv_heads), dim=1)
+        heads = fused[:, : self.states].unflatten(1, (-1, model.head_dim))
+        query, key = heads.split((model.num_heads, model.num_kv_heads), dim=1)
+        value = fused[:, self.states :].unflatten(1, (model.num_kv_heads, -1))
         positions = torch.cat([torch.arange(a, b) for _, a, b in chunks] + [torch.zeros(padding, dtype=torch.long)])
         owners = torch.cat([torch.full((b - a,), s) for s, a, b in chunks])
         live = positions[: len(owners)]
@@ -92,8 +97,10 @@ class Cache:
             scale=model.head_dim**-0.5,
             window=model.window,
             soft_cap=model.soft_cap,
+            value_dim=model.value_dim,
+            sinks=None if model.sinks is None else torch.tensor(model.sinks),
         )
-        return heads[:, : model.num_heads + model.num_kv_heads], out
+        return heads, out
 
 
 MODELS = [
@@ -106,6 +113,11 @@ MODELS = [
     Model(num_heads=8, num_kv_heads=2, head_dim=24, interleaved=True, window=37),
     Model(window=1, soft_cap=3.0),
     Model(num_heads=5, num_kv_heads=1, window=130, soft_cap=20.0, block_size=16),
+    Model(num_heads=3, num_kv_heads=3, head_dim=192, value_dim=128, rotary_dim=64, interleaved=True),
+    Model(num_heads=4, num_kv_heads=2, head_dim=24, value_dim=16, rotary_dim=8, block_size=16),
+    Model(num_heads=4, num_kv_heads=1, head_dim=16, value_dim=41, window=50, sinks=(0.3, -2.0, 4.0, 1.0)),
+    Model(num_heads=8, num_kv_heads=2, head_dim=64, window=128, sinks=(1.0, 0.0, -1.0, 2.5, 5.0, -60.0, 90.0, 0.5)),
+    Model(sinks=(0.1, 3.0, -0.5, 1.5, 2.0, -9.0), soft_cap=4.0),
 ]
 
 
@@ -145,11 +157,13 @@ def test_pool_of_another_dtype_than_the_model(ops: cpu.Ops, model: Model, dtype:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(
+    "changes", [{}, {"window": 100}, {"value_dim": 40, "sinks": (1.0, 0.0, -1.0, 2.5, 5.0, -6.0, 9.0, 0.5, 0.2)}]
+)
 def test_a_row_has_the_same_bits_alone_in_a_batch_in_chunks_and_decoded(
-    ops: cpu.Ops, dtype: torch.dtype, window: int | None
+    ops: cpu.Ops, dtype: torch.dtype, changes: dict[str, Any]
 ) -> None:
-    model = Model(num_heads=9, num_kv_heads=3, head_dim=64, window=window, dtype=dtype)
+    model = Model(num_heads=9, num_kv_heads=3, head_dim=64, dtype=dtype, **changes)
     lengths = [205, 70, 131]
     alone = Cache(ops, model, lengths).step([(0, 0, 205)])[1]
     batched = Cache(ops, model, lengths).step([(1, 0, 70), (0, 0, 205), (2, 0, 131)])[1][70:275]
@@ -282,13 +296,23 @@ def test_nan_stays_in_its_sequence_and_is_not_hidden(ops: cpu.Ops, dtype: torch.
     assert torch.equal(broken[40:], right[40:])
 
 
-def test_large_scores_do_not_overflow(ops: cpu.Ops) -> None:
-    model = Model(dtype=torch.float32)
+@pytest.mark.parametrize("sinks", [None, (9000.0, 3000.0, 1000.0, 0.0, -1000.0, 2000.0)])
+def test_large_scores_do_not_overflow(ops: cpu.Ops, sinks: tuple[float, ...] | None) -> None:
+    model = Model(sinks=sinks)
     fast, plain = Cache(ops, model, [150]), Cache(reference, model, [150])
     for cache in (fast, plain):
         cache.tokens[0] *= 60
     chunk = [(0, 0, 150)]
     torch.testing.assert_close(fast.step(chunk)[1], plain.step(chunk)[1], atol=0.3, rtol=1e-2)
+
+
+@pytest.mark.parametrize("sink", [-1e38, -1e4, 1e4, 1e38])
+def test_sinks_far_from_the_scores_neither_overflow_nor_vanish(ops: cpu.Ops, sink: float) -> None:
+    """One takes nothing or everything."""
+    chunk = [(0, 0, 150)]
+    plain = Cache(ops, Model(), [150]).step(chunk)[1]
+    out = Cache(ops, Model(sinks=(sink,) * 6), [150]).step(chunk)[1]
+    assert torch.equal(out, plain if sink < 0 else torch.zeros_like(plain))
 
 
 def test_items_cover_every_row_once(ops: cpu.Ops) -> None:
@@ -318,6 +342,8 @@ def test_empty_batch(ops: cpu.Ops) -> None:
 def test_wrong_tensors_are_named(ops: cpu.Ops) -> None:
     with pytest.raises(ValueError, match="head_dim 33: expected an even number up to 256"):
         ops.pool_shape(1, 1, 33, 32)
+    with pytest.raises(ValueError, match="value_dim 257: expected a number up to 256"):
+        ops.pool_shape(1, 1, 32, 32, 257)
     with pytest.raises(ValueError, match="block_size 48: expected one of 16, 32, 64, 128"):
         ops.pool_shape(1, 1, 32, 48)
     pool = torch.zeros(ops.pool_shape(2, 2, 32, 32))
@@ -334,6 +360,10 @@ def test_wrong_tensors_are_named(ops: cpu.Ops) -> None:
         attend(query=query.half())
     with pytest.raises(ValueError, match=r"pool: expected torch.float32 \(2, 2, 2048\)"):
         attend(pool=pool[:, :, :-1])
+    with pytest.raises(ValueError, match=r"pool: expected torch.float32 \(2, 2, 1536\)"):
+        attend(value_dim=16)
+    with pytest.raises(ValueError, match=r"sinks: expected torch.float32 \(6,\) on the CPU, got torch.float32 \(2,\)"):
+        attend(sinks=torch.zeros(2))
     with pytest.raises(ValueError, match=r"query: expected a contiguous last dimension"):
         attend(query=torch.ones(2, 32, 6).transpose(1, 2))
     with pytest.raises(ValueError, match=r"block_table: expected torch.int32 \(1, 1\) on the CPU, got torch.int64"):

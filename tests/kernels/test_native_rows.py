@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 import torch
@@ -26,12 +27,23 @@ def check(got: torch.Tensor, wanted: torch.Tensor) -> None:
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (5, 576), (40, 1003), (300, 64)])
 def test_rms_norm(ops: cpu.Ops, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
-    x, weight = (torch.randn(shape) * 5).to(dtype), torch.randn(shape[1]).to(dtype)
+    x, weight = (torch.randn(shape) * 5).to(dtype), torch.randn(shape[1])
     check(ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
     residual = torch.randn(shape).to(dtype)
     twin = residual.clone()
     check(ops.rms_norm(x, weight, 1e-5, residual), reference.rms_norm(x, weight, 1e-5, twin))
     assert torch.equal(residual, twin)
+
+
+@pytest.mark.parametrize("by", [OPS, reference])
+def test_rms_norm_of_a_weight_that_bfloat16_holds_is_the_product_in_bfloat16(by: cpu.Ops | ModuleType | None) -> None:
+    """As of models whose norms are stored in it."""
+    if by is None:
+        pytest.skip("the native ops were not built")
+    torch.manual_seed(0)
+    x, weight = (torch.randn(33, 576) * 5).bfloat16(), torch.randn(576).bfloat16()
+    wanted = weight * by.rms_norm(x, torch.ones(576), 1e-5)
+    assert torch.equal(by.rms_norm(x, weight.float(), 1e-5), wanted)
 
 
 def test_rms_norm_takes_strided_heads(ops: cpu.Ops) -> None:

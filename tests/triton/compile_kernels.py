@@ -265,11 +265,11 @@ def _rope(heads: Heads, kv_dtype: torch.dtype = BFLOAT16, *, rotary_dim: int, in
 
 def _norms(dtype: torch.dtype) -> None:
     for dim in (576, 1024, 4096, 8192):
-        fused.rms_norm(empty(NUM_TOKENS, dim, dtype=dtype), empty(dim, dtype=dtype), 1e-6)
+        fused.rms_norm(empty(NUM_TOKENS, dim, dtype=dtype), _floats(dim), 1e-6)
         x, residual = empty(NUM_TOKENS, dim, dtype=dtype), empty(NUM_TOKENS, dim, dtype=dtype)
-        fused.rms_norm(x, empty(dim, dtype=dtype), 1e-6, residual)
+        fused.rms_norm(x, _floats(dim), 1e-6, residual)
     for dim in (64, 128, 256):
-        fused.rms_norm(empty(NUM_TOKENS, 48, dim, dtype=dtype)[:, :32], empty(dim, dtype=dtype), 1e-6)
+        fused.rms_norm(empty(NUM_TOKENS, 48, dim, dtype=dtype)[:, :32], _floats(dim), 1e-6)
 
 
 def _gates(dtype: torch.dtype) -> None:

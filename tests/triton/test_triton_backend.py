@@ -16,7 +16,14 @@ from batchgen.device import Cpu
 from batchgen.errors import ModelError
 from batchgen.models.config import KVSpec
 
-LAYERS = (KVSpec(6, 2, 32, 0.2), KVSpec(6, 2, 32, 0.2, window=20, soft_cap=4.0), KVSpec(4, 4, 48, 0.1))
+LAYERS = (
+    KVSpec(6, 2, 32, 0.2),
+    KVSpec(6, 2, 32, 0.2, window=20, soft_cap=4.0),
+    KVSpec(4, 4, 48, 0.1),
+    KVSpec(2, 2, 32, 0.2, value_dim=16),
+    KVSpec(4, 2, 24, 0.2, value_dim=40, window=9, soft_cap=3.0, sinks=True),
+)
+SINKS = torch.tensor([2.0, -1.0, 0.5, 4.0])  # of the last layer's heads
 
 
 class Small(Cpu):
@@ -53,13 +60,14 @@ def run(
     tokens = len(step.slot_mapping)
     cos, sin = torch.rand(tokens, 12), torch.rand(tokens, 12)
     for layer, spec in enumerate(LAYERS):
-        fused = torch.randn(tokens, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim).to(dtype)
+        fused = torch.randn(tokens, spec.num_heads + spec.num_kv_heads, spec.head_dim).to(dtype)
+        value = torch.randn(tokens, spec.num_kv_heads, spec.value_size).to(dtype)
         outs = []
         for backend in backends:
-            query, key, value = fused.clone().split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
+            query, key = fused.clone().split((spec.num_heads, spec.num_kv_heads), dim=1)
             if written:
                 backend.rope_and_write(layer, query, key, value, cos, sin, layer == 2, step)
-            outs.append(backend.attend(layer, query, step))
+            outs.append(backend.attend(layer, query, step, SINKS if spec.sinks else None))
         tolerance = 1e-5 if dtype == torch.float32 else 4e-3
         torch.testing.assert_close(*outs, atol=tolerance, rtol=tolerance)
 
@@ -95,7 +103,9 @@ def test_what_was_prepared_for_a_capacity_serves_every_step_of_it(monkeypatch: p
         backend.allocate(LAYERS, 120, torch.float32)
     prefill = chunks(plain, [(0, 0, 150)])
     for layer, pool in enumerate(fast._pools):
-        key, value = torch.randn(2, 150, LAYERS[layer].num_kv_heads, LAYERS[layer].head_dim)
+        spec = LAYERS[layer]
+        key = torch.randn(150, spec.num_kv_heads, spec.head_dim)
+        value = torch.randn(150, spec.num_kv_heads, spec.value_size)
         for backend in (fast, plain):
             rotation = torch.ones(150, 0), torch.zeros(150, 0)
             backend.rope_and_write(layer, key[:, :0], key, value, *rotation, False, prefill)
@@ -113,12 +123,14 @@ def test_what_was_prepared_for_a_capacity_serves_every_step_of_it(monkeypatch: p
             captured, kept = step, fast._steps[-1]
         fast._steps.append(kept)  # nothing but what lies on the device tells the step from the captured one
         for layer, spec in enumerate(LAYERS):
-            query, key, value = torch.randn(3, 5, spec.num_heads, spec.head_dim)
-            given = key[:, : spec.num_kv_heads], value[:, : spec.num_kv_heads], torch.ones(5, 0), torch.zeros(5, 0)
+            query, key = torch.randn(2, 5, spec.num_heads, spec.head_dim)
+            value = torch.randn(5, spec.num_kv_heads, spec.value_size)
+            given = key[:, : spec.num_kv_heads], value, torch.ones(5, 0), torch.zeros(5, 0)
+            sinks = SINKS if spec.sinks else None
             for backend in (fast, plain):
                 backend.rope_and_write(layer, query, *given, False, step)
-            out = fast.attend(layer, query, captured)
-            torch.testing.assert_close(out, plain.attend(layer, query, step), atol=1e-5, rtol=1e-5)
+            out = fast.attend(layer, query, captured, sinks)
+            torch.testing.assert_close(out, plain.attend(layer, query, step, sinks), atol=1e-5, rtol=1e-5)
 
 
 def test_a_step_is_uploaded_in_one_copy() -> None:
@@ -142,8 +154,9 @@ def test_copied_block_serves_like_its_source() -> None:
     step = chunks(backend, [(0, 0, 16)])
     for layer, spec in enumerate(LAYERS):
         key = torch.randn(16, spec.num_kv_heads, spec.head_dim).half()
+        value = torch.randn(16, spec.num_kv_heads, spec.value_size).half()
         cos, sin = torch.ones(16, 0), torch.zeros(16, 0)
-        backend.rope_and_write(layer, key[:, :0], key, key, cos, sin, False, step)
+        backend.rope_and_write(layer, key[:, :0], key, value, cos, sin, False, step)
     query = torch.randn(16, 6, 32).half()
     before = backend.attend(0, query, step)
     backend.copy_block(19, 45)
@@ -153,12 +166,15 @@ def test_copied_block_serves_like_its_source() -> None:
 
 def test_bytes_of_a_block() -> None:
     backend = TritonAttention(Small(), 16)
-    assert backend.bytes_per_block(LAYERS, torch.float16) == 2 * 16 * 2 * (2 * 2 * 32 + 4 * 48)
+    assert backend.bytes_per_block(LAYERS[:3], torch.float16) == 2 * 16 * 2 * (2 * 2 * 32 + 4 * 48)
+    assert backend.bytes_per_block(LAYERS[3:], torch.float16) == 16 * 2 * (2 * (32 + 16) + 2 * (24 + 40))
 
 
 def test_what_it_cannot_serve_is_a_model_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match="key_dim 12: expected a multiple of 8"):
         TritonAttention(Small()).allocate((KVSpec(2, 2, 12, 1.0),), 2, torch.float32)
+    with pytest.raises(ModelError, match="value_dim 12: expected a multiple of 8"):
+        TritonAttention(Small()).allocate((KVSpec(2, 2, 16, 1.0, value_dim=12),), 2, torch.float32)
     with pytest.raises(ModelError, match="num_heads 3: expected a multiple of the 2 KV heads"):
         TritonAttention(Small()).bytes_per_block((KVSpec(3, 2, 32, 1.0),), torch.float32)
     with pytest.raises(ModelError, match="block_size 48"):

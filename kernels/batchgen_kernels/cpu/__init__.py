@@ -19,12 +19,12 @@ from batchgen_kernels.draws import Bias, Drawn, Penalties, SamplingRows
 ISAS = ("portable", "avx2", "avx512", "avx512_bf16")  # by level
 BLOCK_SIZES = (16, 32, 64, 128)  # what divides the tile of keys
 MAX_HEAD_DIM = 256
-_INTERFACE = 7  # bg_interface() of the ops.cpp that belongs to this file
+_INTERFACE = 8  # bg_interface() of the ops.cpp that belongs to this file
 _LINEAR_ROWS = 12  # of a register tile of a matmul at most
 _FLAGS = {torch.float32: 0, torch.bfloat16: 1}
 _SIGNATURES = {  # i int, l long, f float, p pointer
-    "bg_attention": "iiii" + "pllpppl" + "plppip" + "iiii" + "ffi" + "l",
-    "bg_rope_and_write": "iiii" + "pll" * 3 + "ppplp" + "iiiiii",
+    "bg_attention": "iiii" + "pllpppl" + "plppipp" + "iiiii" + "ffi" + "l",
+    "bg_rope_and_write": "iiii" + "pll" * 3 + "ppplp" + "iiiiiii",
     "bg_rms_norm": "iiipllppl" + "pliif",
     "bg_gate": "iiiiplpli",
     "bg_gumbel": "iippppli",
@@ -57,9 +57,9 @@ def _sizes_agree(library: ctypes.CDLL) -> bool:
     return [library.bg_size(index) for index in range(len(sizes) + 1)] == [*sizes, -1]
 
 
-def _state_floats(head_dim: int) -> int:
+def _state_floats(value_dim: int) -> int:
     """Of a row between two items."""
-    return 32 + (head_dim + 15) // 16 * 16
+    return 32 + (value_dim + 15) // 16 * 16
 
 
 def _open(path: Path) -> ctypes.CDLL:
@@ -121,18 +121,22 @@ class Ops:
             raise ValueError(f"instruction set {isa!r}: this machine has {', '.join(usable)}")
         return Ops(self._library, ISAS.index(isa))
 
-    def pool_shape(self, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int) -> tuple[int, int, int]:
+    def pool_shape(
+        self, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int, value_dim: int | None = None
+    ) -> tuple[int, int, int]:
         if head_dim % 2 or not 0 < head_dim <= MAX_HEAD_DIM:
             raise ValueError(f"head_dim {head_dim}: expected an even number up to {MAX_HEAD_DIM}")
+        if value_dim is not None and not 0 < value_dim <= MAX_HEAD_DIM:
+            raise ValueError(f"value_dim {value_dim}: expected a number up to {MAX_HEAD_DIM}")
         if block_size not in BLOCK_SIZES:
             raise ValueError(f"block_size {block_size}: expected one of {', '.join(map(str, BLOCK_SIZES))}")
-        return reference.pool_shape(num_blocks, num_kv_heads, head_dim, block_size)
+        return reference.pool_shape(num_blocks, num_kv_heads, head_dim, block_size, value_dim)
 
     def rope_and_write(
         self,
         query: torch.Tensor,  # (num_tokens, num_heads, head_dim), rotated in place
         key: torch.Tensor,  # (num_tokens, num_kv_heads, head_dim), rotated in place
-        value: torch.Tensor,  # (num_tokens, num_kv_heads, head_dim)
+        value: torch.Tensor,  # (num_tokens, num_kv_heads, value_dim)
         cos: torch.Tensor,  # (num_tokens, rotary_dim / 2) float32
         sin: torch.Tensor,  # (num_tokens, rotary_dim / 2) float32
         slot_mapping: torch.Tensor,  # (num_tokens,) int64; -1 writes nothing
@@ -144,14 +148,15 @@ class Ops:
         bf16, pool_bf16, dtype = _flag("query", query), _flag("pool", pool), query.dtype
         num_tokens, num_heads, head_dim = query.shape
         num_blocks, num_kv_heads, _ = pool.shape
-        half = cos.shape[1]
+        value_dim, half = value.shape[-1], cos.shape[1]
         _check("query", query, dtype, (num_tokens, num_heads, head_dim))
         _check("key", key, dtype, (num_tokens, num_kv_heads, head_dim))
-        _check("value", value, dtype, (num_tokens, num_kv_heads, head_dim))
+        _check("value", value, dtype, (num_tokens, num_kv_heads, value_dim))
         _check_contiguous("cos", cos, torch.float32, (num_tokens, half))
         _check_contiguous("sin", sin, torch.float32, (num_tokens, half))
         _check_contiguous("slot_mapping", slot_mapping, torch.int64, (num_tokens,))
-        _check_contiguous("pool", pool, pool.dtype, self.pool_shape(num_blocks, num_kv_heads, head_dim, block_size))
+        shape = self.pool_shape(num_blocks, num_kv_heads, head_dim, block_size, value_dim)
+        _check_contiguous("pool", pool, pool.dtype, shape)
         if 2 * half > head_dim:
             raise ValueError(f"cos: expected at most {head_dim // 2} columns for head_dim {head_dim}, got {half}")
         self._library.bg_rope_and_write(
@@ -176,6 +181,7 @@ class Ops:
             num_heads,
             num_kv_heads,
             head_dim,
+            value_dim,
             2 * half,
             block_size,
             interleaved,
@@ -215,22 +221,28 @@ class Ops:
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
-    ) -> torch.Tensor:
+        value_dim: int | None = None,
+        sinks: torch.Tensor | None = None,  # (num_heads,) float32
+    ) -> torch.Tensor:  # (num_tokens, num_heads, value_dim or head_dim)
         bf16, pool_bf16 = _flag("query", query), _flag("pool", pool)
         num_tokens, num_heads, head_dim = query.shape
         num_blocks, num_kv_heads, _ = pool.shape
         num_seqs, max_blocks = block_table.shape
+        value_dim = head_dim if value_dim is None else value_dim
         _check("query", query, query.dtype, (num_tokens, num_heads, head_dim))
-        _check_contiguous("pool", pool, pool.dtype, self.pool_shape(num_blocks, num_kv_heads, head_dim, block_size))
+        shape = self.pool_shape(num_blocks, num_kv_heads, head_dim, block_size, value_dim)
+        _check_contiguous("pool", pool, pool.dtype, shape)
         _check("block_table", block_table, torch.int32, (num_seqs, max_blocks))
+        if sinks is not None:
+            _check_contiguous("sinks", sinks, torch.float32, (num_heads,))
         if num_heads % num_kv_heads:
             raise ValueError(f"num_heads {num_heads}: expected a multiple of the {num_kv_heads} KV heads")
         if scale <= 0 or (window is not None and window <= 0) or (soft_cap is not None and soft_cap <= 0):
             raise ValueError(f"scale {scale}, window {window}, soft_cap {soft_cap}: expected positive numbers")
         if len(items.tokens) > num_tokens:
             raise ValueError(f"query: expected at least the {len(items.tokens)} tokens of the items, got {num_tokens}")
-        out = torch.empty(query.shape, dtype=query.dtype)
-        states = torch.empty(items.num_shared * num_heads * _state_floats(head_dim))
+        out = torch.empty(num_tokens, num_heads, value_dim, dtype=query.dtype)
+        states = torch.empty(items.num_shared * num_heads * _state_floats(value_dim))
         self._library.bg_attention(
             self._level,
             torch.get_num_threads(),
@@ -249,9 +261,11 @@ class Ops:
             items.phases.ctypes.data,
             len(items.phases) - 1,
             states.data_ptr(),
+            0 if sinks is None else sinks.data_ptr(),
             num_heads,
             num_kv_heads,
             head_dim,
+            value_dim,
             block_size,
             scale,
             soft_cap or 0.0,
@@ -263,7 +277,7 @@ class Ops:
     def rms_norm(
         self,
         x: torch.Tensor,  # (num_tokens, dim) or (num_tokens, num_heads, dim)
-        weight: torch.Tensor,  # (dim,)
+        weight: torch.Tensor,  # (dim,) float32
         eps: float,
         residual: torch.Tensor | None = None,  # (num_tokens, dim)
     ) -> torch.Tensor:
@@ -271,7 +285,7 @@ class Ops:
         heads = x.shape[1] if x.dim() == 3 else 1
         num_tokens, dim = x.shape[0], x.shape[-1]
         _check("x", x, dtype, (num_tokens, heads, dim) if x.dim() == 3 else (num_tokens, dim))
-        _check_contiguous("weight", weight, dtype, (dim,))
+        _check_contiguous("weight", weight, torch.float32, (dim,))
         if residual is not None:
             _check("residual", residual, dtype, (num_tokens, dim))
         out = torch.empty(x.shape, dtype=dtype)

@@ -1,7 +1,7 @@
 // Paged attention at one instruction set.
 //
 // The KV pool. A block holds block_size tokens; for one block and one KV head the keys come first, then the values,
-// both as rows of 4-byte lanes (padded_dim = head_dim rounded up to 16, the padding zero):
+// both as rows of 4-byte lanes (padded_dim = value_dim rounded up to 16, the padding zero):
 //
 //   bfloat16   K [head_dim / 2][block_size]  a lane is the dimensions (2i, 2i + 1) of one key
 //              V [block_size / 2][padded_dim]  a lane is one dimension of the keys (2j, 2j + 1)
@@ -229,7 +229,7 @@ struct Item {
     int keys_end(int row) const { return end ? end : tokens[2 * place(row) + 1]; }
     int tiles_begin() const { return begin ? begin : keys_begin(0) / KEY_TILE * KEY_TILE; }
     float* state(const Attention& a, int row) const {
-        return a.states + (static_cast<long>(place(row)) * a.num_heads + head(row)) * state_floats(a.head_dim);
+        return a.states + (static_cast<long>(place(row)) * a.num_heads + head(row)) * state_floats(a.value_dim);
     }
 
     // The blocks of the tile of keys at `base`, each a pointer to this KV head's keys and values.
@@ -355,11 +355,21 @@ struct Tile {  // up to ROWS query rows against one tile of keys
     }
 };
 
+// What a row's weights, `sum` in units of 2 ** peak, are to be multiplied by where a sink takes part in the softmax.
+// Whichever of the two is larger is the unit, so that nothing overflows.
+inline float share_beside(float sink, float sum, float peak) {
+    const float logit = sink * LOG2_E, top = std::max(peak, logit);
+    const float kept = std::exp2(peak - top);
+    return kept / (sum * kept + std::exp2(logit - top));
+}
+
 template <class E>
 void attention(const Attention& a, const int32_t* item_words, const int32_t* next_words) {
     const Item item(a, item_words);
-    const int dim = a.head_dim, width = padded(dim), block = a.block_size, steps = dim / E::PER_LANE;
-    const long lanes = head_lanes(block, dim, E::PER_LANE == 2), block_keys = static_cast<long>(block) * steps;
+    const int dim = a.head_dim, value_dim = a.value_dim, width = padded(value_dim);
+    const int block = a.block_size, steps = dim / E::PER_LANE;
+    const long lanes = head_lanes(block, dim, value_dim, E::PER_LANE == 2);
+    const long block_keys = static_cast<long>(block) * steps;
     const float factor = a.soft_cap > 0 ? LOG2_E : LOG2_E * a.scale;
 
     alignas(64) typename E::Left queries[MAX_ROWS * E::STRIDE];
@@ -425,14 +435,15 @@ void attention(const Attention& a, const int32_t* item_words, const int32_t* nex
             std::memcpy(state + 32, outputs + r * width, sizeof(float) * width);
             continue;
         }
-        const long out = (static_cast<long>(item.token(r)) * a.num_heads + item.head(r)) * dim;
-        const Floats share = splat(1.0f / total(sums[r]));
-        for (int d = 0; d < dim; d += W) {
+        const long out = (static_cast<long>(item.token(r)) * a.num_heads + item.head(r)) * value_dim;
+        const Floats share = splat(a.sinks ? share_beside(a.sinks[item.head(r)], total(sums[r]), peaks[r])
+                                           : 1.0f / total(sums[r]));
+        for (int d = 0; d < value_dim; d += W) {
             const Floats result = load<Floats>(outputs + r * width + d) * share;
             if (a.bf16)
-                write(static_cast<uint16_t*>(a.out) + out + d, result, dim - d);
+                write(static_cast<uint16_t*>(a.out) + out + d, result, value_dim - d);
             else
-                write(static_cast<float*>(a.out) + out + d, result, dim - d);
+                write(static_cast<float*>(a.out) + out + d, result, value_dim - d);
         }
     }
 }

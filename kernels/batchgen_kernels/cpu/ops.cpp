@@ -42,13 +42,14 @@ struct Attention {
     int bf16;  // query and out; else float32
     const void* query;
     long query_token, query_head;  // strides
-    void* out;                     // (num_tokens, num_heads, head_dim), contiguous
+    void* out;                     // (num_tokens, num_heads, value_dim), contiguous
     const uint32_t* pool;
     const int32_t* block_table;
     long table_row;  // stride
     const int32_t* tokens;  // (num_live, 2): place in the batch, number of keys seen
     float* states;          // of rows between two items, state_floats() each: (token in `tokens`, num_heads)
-    int num_heads, num_kv_heads, head_dim, block_size;
+    const float* sinks;     // of the heads; null: none
+    int num_heads, num_kv_heads, head_dim, value_dim, block_size;
     float scale, soft_cap;  // soft_cap 0: none
     int window;             // 0: none
 };
@@ -60,13 +61,13 @@ struct Rope {
     const float *cosine, *sine;                                                  // (num_tokens, rotary_dim / 2)
     const int64_t* slots;
     uint32_t* pool;
-    int num_heads, num_kv_heads, head_dim, rotary_dim, block_size, interleaved;
+    int num_heads, num_kv_heads, head_dim, value_dim, rotary_dim, block_size, interleaved;
 };
 
 struct Norm {
     const void* x;
     long x_token, x_head;  // strides
-    const void* weight;
+    const float* weight;
     void* residual;  // null: none
     long residual_row;
     void* out;  // (num_tokens, heads, dim), contiguous
@@ -134,15 +135,15 @@ struct Kernels {  // [0] float32, [1] bfloat16, the pool's first; all but attent
     int linear_rows, linear_forms, float_rows, linear_channels;  // of a register tile
 };
 
-inline int padded(int head_dim) { return (head_dim + 15) / 16 * 16; }
+inline int padded(int value_dim) { return (value_dim + 15) / 16 * 16; }
 
 // Lanes of one block of one KV head.
-inline long head_lanes(int block_size, int head_dim, bool bf16) {
-    return static_cast<long>(block_size) * (head_dim + padded(head_dim)) / (bf16 ? 2 : 1);
+inline long head_lanes(int block_size, int head_dim, int value_dim, bool bf16) {
+    return static_cast<long>(block_size) * (head_dim + padded(value_dim)) / (bf16 ? 2 : 1);
 }
 
 // A row's state: sums by lane (16 at most), the peak in the next 16, the output so far.
-inline long state_floats(int head_dim) { return 32 + padded(head_dim); }
+inline long state_floats(int value_dim) { return 32 + padded(value_dim); }
 
 // Runs work(begin, end) over contiguous parts of [0, n); below `grain` rows a second thread costs more than it gives.
 template <class Work>
@@ -238,7 +239,7 @@ const Kernels* const LEVELS[] = {
 extern "C" {
 
 // Changes with any change of this interface, so that a library built from older source is not called wrongly.
-int bg_interface() { return 7; }
+int bg_interface() { return 8; }
 
 // The sizes by which callers cut work and make room, in the order of _sizes_agree() in cpu/__init__.py, which compares
 // them with its own; -1 behind the last.
@@ -267,13 +268,29 @@ int bg_best_level() {
 void bg_attention(int level, int threads, int bf16, int pool_bf16, const void* query, long query_token, long query_head,
                   void* out, const void* pool, const int32_t* block_table, long table_row, const int32_t* tokens,
                   long num_live, const int32_t* items, const int32_t* phases, int num_phases, float* states,
-                  int num_heads, int num_kv_heads, int head_dim, int block_size, float scale, float soft_cap,
-                  int window, long num_tokens) {
-    const Attention work{bf16,       query,       query_token, query_head, out,       static_cast<const uint32_t*>(pool),
-                         block_table, table_row,  tokens,      states,     num_heads, num_kv_heads,
-                         head_dim,   block_size,  scale,       soft_cap,   window};
+                  const float* sinks, int num_heads, int num_kv_heads, int head_dim, int value_dim, int block_size,
+                  float scale, float soft_cap, int window, long num_tokens) {
+    const Attention work{bf16,
+                         query,
+                         query_token,
+                         query_head,
+                         out,
+                         static_cast<const uint32_t*>(pool),
+                         block_table,
+                         table_row,
+                         tokens,
+                         states,
+                         sinks,
+                         num_heads,
+                         num_kv_heads,
+                         head_dim,
+                         value_dim,
+                         block_size,
+                         scale,
+                         soft_cap,
+                         window};
     const auto kernel = LEVELS[level]->attention[pool_bf16];
-    const long row_bytes = static_cast<long>(num_heads) * head_dim * (bf16 ? 2 : 4);
+    const long row_bytes = static_cast<long>(num_heads) * value_dim * (bf16 ? 2 : 4);
     std::memset(static_cast<char*>(out) + num_live * row_bytes, 0, (num_tokens - num_live) * row_bytes);
     // Items come sorted by cost, the dearest first, so that handing them out one by one evens the threads out. A
     // thread takes its next item before it does the present one, to fetch the next one's first keys meanwhile. No item
@@ -299,7 +316,8 @@ void bg_attention(int level, int threads, int bf16, int pool_bf16, const void* q
 void bg_rope_and_write(int level, int threads, int bf16, int pool_bf16, void* query, long query_token, long query_head, void* key,
                        long key_token, long key_head, const void* value, long value_token, long value_head,
                        const float* cosine, const float* sine, const int64_t* slots, long num_tokens, void* pool,
-                       int num_heads, int num_kv_heads, int head_dim, int rotary_dim, int block_size, int interleaved) {
+                       int num_heads, int num_kv_heads, int head_dim, int value_dim, int rotary_dim, int block_size,
+                       int interleaved) {
     const Rope work{query,
                     key,
                     value,
@@ -316,6 +334,7 @@ void bg_rope_and_write(int level, int threads, int bf16, int pool_bf16, void* qu
                     num_heads,
                     num_kv_heads,
                     head_dim,
+                    value_dim,
                     rotary_dim,
                     block_size,
                     interleaved};
@@ -323,7 +342,7 @@ void bg_rope_and_write(int level, int threads, int bf16, int pool_bf16, void* qu
     split(threads, num_tokens, 8, [&](long begin, long end) { kernel(work, begin, end); });
 }
 
-void bg_rms_norm(int level, int threads, int bf16, const void* x, long x_token, long x_head, const void* weight,
+void bg_rms_norm(int level, int threads, int bf16, const void* x, long x_token, long x_head, const float* weight,
                  void* residual, long residual_row, void* out, long num_tokens, int heads, int dim, float eps) {
     const Norm work{x, x_token, x_head, weight, residual, residual_row, out, heads, dim, eps};
     const auto kernel = LEVELS[level]->norm[bf16];

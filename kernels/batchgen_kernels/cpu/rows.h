@@ -65,7 +65,7 @@ template <class P>
 inline void fetch_slot(const Rope& a, long lanes, int64_t slot) {
     constexpr int PER_LANE = 4 / sizeof(P);
     if (slot < 0) return;
-    const int at = static_cast<int>(slot % a.block_size), width = padded(a.head_dim), rows = a.head_dim / PER_LANE;
+    const int at = static_cast<int>(slot % a.block_size), width = padded(a.value_dim), rows = a.head_dim / PER_LANE;
     for (int h = 0; h < a.num_kv_heads; ++h) {
         const uint32_t* head = a.pool + (slot / a.block_size * a.num_kv_heads + h) * lanes;
         for (int d = 0; d < rows; ++d) __builtin_prefetch(head + static_cast<long>(d) * a.block_size + at, 1);
@@ -77,9 +77,9 @@ inline void fetch_slot(const Rope& a, long lanes, int64_t slot) {
 // T the activations' numbers, P the pool's.
 template <class T, class P>
 void rope(const Rope& a, long begin, long end) {
-    const int dim = a.head_dim, width = padded(dim), per_lane = sizeof(P) == 2 ? 2 : 1;
+    const int dim = a.head_dim, value_dim = a.value_dim, width = padded(value_dim), per_lane = sizeof(P) == 2 ? 2 : 1;
     P buffer[MAX_DIM];
-    const long lanes = head_lanes(a.block_size, dim, per_lane == 2);
+    const long lanes = head_lanes(a.block_size, dim, value_dim, per_lane == 2);
     if (begin < end) fetch_slot<P>(a, lanes, a.slots[begin]);
     for (long t = begin; t < end; ++t) {
         if (t + 1 < end) fetch_slot<P>(a, lanes, a.slots[t + 1]);
@@ -97,8 +97,8 @@ void rope(const Rope& a, long begin, long end) {
             uint32_t* head = a.pool + (slot / a.block_size * a.num_kv_heads + h) * lanes;
             const T* value = static_cast<const T*>(a.value) + t * a.value_token + h * a.value_head;
             write_key(as_numbers(key, dim, buffer), dim, head, a.block_size, at);
-            write_value(as_numbers(value, dim, buffer), dim, head + static_cast<long>(a.block_size) * dim / per_lane,
-                        width, at);
+            write_value(as_numbers(value, value_dim, buffer), value_dim,
+                        head + static_cast<long>(a.block_size) * dim / per_lane, width, at);
         }
     }
 }
@@ -107,7 +107,6 @@ void rope(const Rope& a, long begin, long end) {
 
 template <class T>
 void norm(const Norm& a, long begin, long end) {
-    const T* weight = static_cast<const T*>(a.weight);
     for (long row = begin; row < end; ++row) {
         const T* x = static_cast<const T*>(a.x) + row / a.heads * a.x_token + row % a.heads * a.x_head;
         T* out = static_cast<T*>(a.out) + row * a.dim;
@@ -129,7 +128,7 @@ void norm(const Norm& a, long begin, long end) {
         const Floats scale = splat(1.0f / std::sqrt(total(squares) / static_cast<float>(a.dim) + a.eps));
         for (long i = 0; i < a.dim; i += W) {
             const Floats v = rounded(x, read(x + i, a.dim - i) * scale);
-            write(out + i, read(weight + i, a.dim - i) * v, a.dim - i);
+            write(out + i, read(a.weight + i, a.dim - i) * v, a.dim - i);
         }
     }
 }
