@@ -41,7 +41,19 @@ PHI3, GRANITE, STARCODER2, COHERE = (
 )
 SMOLLM3, OLMO2, OLMO3 = "SmolLM3ForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM"
 NEOX, GPT2, FALCON = "GPTNeoXForCausalLM", "GPT2LMHeadModel", "FalconForCausalLM"
+DEEPSEEK2, DEEPSEEK3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
 WINDOW = {"sliding_window": 9}
+LATENT = {
+    "num_key_value_heads": 6,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 28,
+    "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 12,
+    "v_head_dim": 18,
+    "first_k_dense_replace": 2,
+    "rms_norm_eps": 0.05,  # not that of the norms between the low-rank vectors and what comes of them
+}
+DEEPSEEK_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 8, "beta_slow": 1}
 
 ROWS = {
     "llama": Row(LLAMA, "llama"),
@@ -99,6 +111,13 @@ ROWS = {
     ),
     "starcoder2": Row(STARCODER2, "starcoder2", {**WINDOW, "head_dim": 16}),
     "starcoder2-no-bias": Row(STARCODER2, "starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
+    "deepseek-v2": Row(DEEPSEEK2, "deepseek_v2", {**LATENT, "rope_parameters": DEEPSEEK_YARN, "mlp_bias": True}),
+    "deepseek-v2-lite": Row(DEEPSEEK2, "deepseek_v2", {**LATENT, "q_lora_rank": None}),
+    "deepseek-v3": Row(DEEPSEEK3, "deepseek_v3", {**LATENT, "rope_parameters": DEEPSEEK_YARN}),
+    "deepseek-v3-biases-in-halves": Row(
+        DEEPSEEK3, "deepseek_v3", {**LATENT, "attention_bias": True, "rope_interleave": False, "v_head_dim": 36}
+    ),
+    "deepseek-v3-no-query-rank": Row(DEEPSEEK3, "deepseek_v3", {**LATENT, "q_lora_rank": None, "attention_bias": True}),
     "gpt-neox": Row(NEOX, "gpt_neox"),
     "gpt-neox-sequential": Row(NEOX, "gpt_neox", {"use_parallel_residual": False, "rotary_pct": 1.0}),
     "gpt2": Row(GPT2, "gpt2", {"n_embd": 96, "n_layer": 2, "n_head": 6, "n_positions": 64, "n_inner": 160}),
@@ -194,6 +213,27 @@ def test_gpt2_without_its_prefix_and_with_masks(tmp_path: Path) -> None:
     torch.testing.assert_close(logits, reference_logits(model, tokens), atol=1e-4, rtol=0)
 
 
+def test_deepseek_v3_as_published(tmp_path: Path) -> None:
+    """With the older spelling of its rope, and a further layer that guesses a token ahead."""
+    model = tiny_model(tmp_path, "deepseek_v3", **ROWS["deepseek-v3"].changes)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    rope = raw.pop("rope_parameters")
+    raw.pop("head_dim", None)
+    raw["rope_theta"], raw["rope_scaling"] = rope.pop("rope_theta"), {"type": rope.pop("rope_type"), **rope}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    tensors = load_file(tmp_path / "model.safetensors")
+    ahead = {name.replace(".1.", ".2."): tensor.clone() for name, tensor in tensors.items() if "layers.1." in name}
+    save_file(
+        {**tensors, **ahead, "model.layers.2.eh_proj.weight": torch.ones(96, 192)}, tmp_path / "model.safetensors"
+    )
+    tokens = sequences(model.config.vocab_size, 30)[0]
+    logits = Harness(tmp_path, max_model_len=64).step({0: tokens})[0]
+    torch.testing.assert_close(logits, reference_logits(model, tokens), atol=1e-4, rtol=0)
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "num_hidden_layers": 1}))
+    with pytest.raises(ModelError, match=r"have no place.*model\.layers\.2\."):
+        Harness(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("architecture", "change", "message"),
     [
@@ -204,6 +244,9 @@ def test_gpt2_without_its_prefix_and_with_masks(tmp_path: Path) -> None:
         ("Gemma2ForCausalLM", {"query_pre_attn_scalar": None}, "query_pre_attn_scalar is None, expected a number"),
         ("Gemma3ForConditionalGeneration", {}, "text_config is None"),
         ("GraniteForCausalLM", {"logits_scaling": "8"}, "logits_scaling is '8', expected a number"),
+        ("DeepseekV3ForCausalLM", {"first_k_dense_replace": 1}, "first_k_dense_replace is 1, expected 2, that of all"),
+        ("DeepseekV2ForCausalLM", {**LATENT, "q_lora_rank": 0}, "q_lora_rank is 0, expected one positive"),
+        ("DeepseekV2ForCausalLM", {**LATENT, "qk_rope_head_dim": 7}, "qk_rope_head_dim is 7, expected an even"),
         ("Starcoder2ForCausalLM", {"hidden_act": "swish"}, "hidden_act 'swish' is not supported.*gelu_pytorch_tanh"),
     ],
 )

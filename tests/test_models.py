@@ -316,6 +316,7 @@ def test_quantising_a_large_weight_in_pieces_changes_nothing(monkeypatch: pytest
         ("llama", {"attention_bias": True, "mlp_bias": True}),
         ("qwen3", {}),
         ("gemma3_text", {"sliding_window": 9, "sliding_window_pattern": 2}),
+        ("deepseek_v3", {"num_key_value_heads": 6, "kv_lora_rank": 48, "q_lora_rank": 64, "first_k_dense_replace": 2}),
     ],
 )
 def test_a_quantised_model_is_near_the_reference(family: str, changes: dict[str, Any], tmp_path: Path) -> None:

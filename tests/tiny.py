@@ -24,7 +24,14 @@ SHAPE: dict[str, Any] = {
 }
 
 
-WITHOUT_HEAD_DIM = ("gpt_neox", "gpt2", "cohere", "falcon")  # it follows from hidden size and heads, whatever is given
+WITHOUT_HEAD_DIM = (
+    "gpt_neox",
+    "gpt2",
+    "cohere",
+    "falcon",
+    "deepseek_v2",
+    "deepseek_v3",
+)  # it follows from other keys, whatever is given
 
 
 def tiny_model(

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from batchgen.attention.base import AttentionBackend, AttentionMetadata
 from batchgen.models.config import KVSpec, ModelConfig
+from batchgen.models.latent import LatentProjection
 from batchgen.models.layers import Layout, Linear, Norm, Ops, Place, Places, activation_of, linear_kind, linear_places
 from batchgen.models.rope import RopeTable
 
@@ -96,8 +97,8 @@ class DecoderLayer:
 
         self.attn_in, self.attn_out = norm("attn_in"), norm("attn_out")
         self.mlp_in, self.mlp_out = norm("mlp_in"), norm("mlp_out")
-        self.projection = Projection(config, spec, linear, empty)
-        self.out = linear(spec.num_heads * spec.head_dim, (config.hidden_size,), bias=config.out_bias)
+        self.projection = (Projection if config.latent is None else LatentProjection)(config, spec, linear, empty)
+        self.out = linear(spec.num_heads * spec.value_size, (config.hidden_size,), bias=config.out_bias)
         self.mlp = Mlp(config, linear)
 
     def places(self, layout: Layout) -> Places:
@@ -180,7 +181,7 @@ class Decoder:
                 query, residual = query.index_select(0, sample_rows), residual.index_select(0, sample_rows)
                 normed = normed.index_select(0, sample_rows) if config.parallel else normed
                 attended = sample_metadata
-            context = self.backend.attend(index, query, attended)  # (num_tokens, num_heads, head_dim)
+            context = self.backend.attend(index, query, attended)  # (num_tokens, num_heads, value_size)
             update = self._finished(layer.attn_out, layer.out(context.reshape(len(query), -1)))
             if config.parallel:
                 normed = normed if layer.mlp_in is None else layer.mlp_in(ops, residual)

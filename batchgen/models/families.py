@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from batchgen.errors import ModelError
-from batchgen.models.config import ModelConfig, RopeConfig
+from batchgen.models.config import LatentConfig, ModelConfig, RopeConfig
 from batchgen.models.fields import (
     Raw,
     integer,
@@ -18,6 +18,7 @@ from batchgen.models.fields import (
     rope_dictionary,
 )
 from batchgen.models.layers import Layout
+from batchgen.models.rope import yarn_mscale
 
 Windows = list[int | None]  # of each layer
 Ropes = tuple[tuple[RopeConfig, ...], tuple[int, ...]]  # and which of them each layer has
@@ -99,6 +100,15 @@ FALCON = Layout(
         "down": "h.{}.mlp.dense_4h_to_h",
     },
     grouped=True,
+)
+DEEPSEEK = _changed(
+    LLAMA,
+    query_down="layers.{}.self_attn.q_a_proj",
+    query_down_norm="layers.{}.self_attn.q_a_layernorm",
+    query_up="layers.{}.self_attn.q_b_proj",
+    kv_down="layers.{}.self_attn.kv_a_proj_with_mqa",
+    kv_down_norm="layers.{}.self_attn.kv_a_layernorm",
+    kv_up="layers.{}.self_attn.kv_b_proj",
 )
 FALCON_TWO_NORMS = _changed(FALCON, attn_in="h.{}.ln_attn", mlp_in="h.{}.ln_mlp")
 
@@ -213,7 +223,7 @@ class Family:
     known_for: str
     layout: Callable[[ModelConfig], Layout] = lambda config: LLAMA
     prefixes: tuple[tuple[str, str], ...] = (("model.", ""),)
-    ignorable: tuple[str, ...] = ()  # patterns of tensor names
+    ignorable: tuple[str, ...] = ()  # patterns of tensor names, in which {num_layers} stands for that number
     text_config: bool = False  # the language model's configuration is a part of its own
     keys: Mapping[str, str] = field(default_factory=dict)
     defaults: Raw = field(default_factory=dict)
@@ -301,6 +311,45 @@ def _falcon_layout(config: ModelConfig) -> Layout:
     return FALCON_TWO_NORMS if config.parallel and "mlp_in" in config.norms else FALCON
 
 
+def _deepseek(raw: dict[str, Any]) -> dict[str, Any]:
+    """`head_dim` is no key of theirs: what transformers writes there is the rotated part of it."""
+    first, num_layers = raw["first_k_dense_replace"], integer(raw, "num_hidden_layers")
+    if not isinstance(first, int) or first < num_layers:
+        raise ModelError(
+            f"model config: first_k_dense_replace is {first!r}, expected {num_layers}, that of all layers: those with "
+            "experts are not supported yet"
+        )
+    if integer(raw, "qk_rope_head_dim") % 2:
+        raise ModelError(f"model config: qk_rope_head_dim is {raw['qk_rope_head_dim']}, expected an even number")
+    head_dim = integer(raw, "qk_nope_head_dim") + integer(raw, "qk_rope_head_dim")
+    return _one_key_a_head({**raw, "head_dim": head_dim})
+
+
+def _deepseek_rope(raw: Raw, head_dim: int, num_layers: int) -> Ropes:
+    return _one_rope(raw, integer(raw, "qk_rope_head_dim"), num_layers, interleaved=bool(raw["rope_interleave"]))
+
+
+def _deepseek_attention(raw: Raw) -> dict[str, Any]:
+    (rope,), _ = _deepseek_rope(raw, 0, 1)
+    scaling: dict[str, Any] = dict(rope.scaling)
+    stretched = yarn_mscale(scaling["factor"], scaling["mscale_all_dim"]) if scaling.get("mscale_all_dim") else 1.0
+    return {
+        "scale": integer(raw, "head_dim") ** -0.5 * stretched**2,
+        "value_dim": integer(raw, "v_head_dim"),
+    }
+
+
+def _deepseek_fields(raw: Raw) -> dict[str, Any]:
+    return {
+        "latent": LatentConfig(
+            query_rank=None if raw["q_lora_rank"] is None else integer(raw, "q_lora_rank"),
+            kv_rank=integer(raw, "kv_lora_rank"),
+            rope_dim=integer(raw, "qk_rope_head_dim"),
+            bias=bool(raw["attention_bias"]),
+        )
+    }
+
+
 ATTENTION_BIAS = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
 NO_BIAS: Raw = {"attention_bias": False, "mlp_bias": False}
 QWEN: Raw = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
@@ -327,6 +376,15 @@ GEMMA3: Raw = {
     "rope_theta": 1_000_000.0,
     "rope_local_base_freq": 10_000.0,
     "max_position_embeddings": 131072,
+}
+DEEPSEEK_DEFAULTS: Raw = {
+    **NO_BIAS,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "rope_interleave": True,
 }
 GEMMA3_TEXT = Family(
     known_for="Gemma 3",
@@ -518,6 +576,27 @@ FAMILIES: Mapping[str, Family] = {
             "tie_word_embeddings": True,
             "num_key_value_heads": None,
         },
+    ),
+    "DeepseekV2ForCausalLM": Family(
+        known_for="DeepSeek-V2, V2-Lite, V2.5",
+        layout=lambda config: DEEPSEEK,
+        adapt=_deepseek,
+        flags={"out_bias": "attention_bias", "mlp_bias": "mlp_bias"},
+        more=_deepseek_fields,
+        ropes=_deepseek_rope,
+        attention=_deepseek_attention,
+        defaults={**DEEPSEEK_DEFAULTS, "first_k_dense_replace": 0},
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        known_for="DeepSeek-V3, V3.1, R1; Kimi K2",
+        layout=lambda config: DEEPSEEK,
+        ignorable=(r"model\.layers\.{num_layers}\..*",),  # what guesses a token further ahead
+        adapt=_deepseek,
+        flags={"out_bias": "attention_bias"},
+        more=_deepseek_fields,
+        ropes=_deepseek_rope,
+        attention=_deepseek_attention,
+        defaults={**DEEPSEEK_DEFAULTS, "first_k_dense_replace": 3},
     ),
     "FalconForCausalLM": Family(
         known_for="Falcon 7B, 40B, 180B, Falcon 2; not those with ALiBi",

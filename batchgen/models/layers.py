@@ -268,7 +268,7 @@ def linear_places(target: Linear, *names: str, split: Split | None = None, trans
     """The parts of one linear layer, in the order in which it stacks them; or all of them under a single name, cut up
     by `split` (None: as they are stacked). `transposed` weights are stored as (in_features, rows)."""
     everything = range(len(target.parts))
-    if len(names) == len(everything):
+    if split is None and len(names) == len(everything):
         for part, name in zip(everything, names, strict=True):
             yield from _stored_linear(target, name, (part,), lambda tensor: (tensor,), transposed)
     else:

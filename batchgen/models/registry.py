@@ -135,7 +135,8 @@ def build(
     more_ends = token_ids(checkpoint.generation_config.get("eos_token_id"))
     config = replace(config, eos_token_ids=tuple(sorted({*config.eos_token_ids, *more_ends})))
     family = FAMILIES[config.architecture]
-    ignorable = [re.compile(pattern) for pattern in (*IGNORABLE, *family.ignorable)]
+    own = [pattern.replace("{num_layers}", str(config.num_layers)) for pattern in family.ignorable]
+    ignorable = [re.compile(pattern) for pattern in (*IGNORABLE, *own)]
     stored = {name for name in checkpoint.names if not any(pattern.fullmatch(name) for pattern in ignorable)}
     layout = _stored_layout(family, config, stored)
     head_name = f"{layout.names['head']}.weight"

@@ -56,17 +56,20 @@ def _dynamic(rope: RopeConfig, scaling: dict[str, Any], max_model_len: int) -> t
     return 1.0 / _wavelengths(rope, rope.theta * stretch ** (dim / (dim - 2))), 1.0
 
 
+def yarn_mscale(factor: float, weight: float) -> float:
+    """How much larger scores are to be where positions are stretched by `factor`."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
 def _yarn(rope: RopeConfig, scaling: dict[str, Any], max_model_len: int) -> tuple[torch.Tensor, float]:
     """Low frequencies are interpolated, high ones kept, with a linear ramp over the dimensions in between."""
     factor, original, dim = scaling["factor"], scaling["original_max_position_embeddings"], rope.rotary_dim
-
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     attention_factor = scaling.get("attention_factor")
     if attention_factor is None:
         over, under = scaling.get("mscale"), scaling.get("mscale_all_dim")
-        attention_factor = mscale(over) / mscale(under) if over and under else mscale(1.0)
+        attention_factor = yarn_mscale(factor, 1.0)
+        if over and under:
+            attention_factor = yarn_mscale(factor, over) / yarn_mscale(factor, under)
 
     def dimension_of(rotations: float) -> float:
         """The dimension that turns `rotations` times over the original context."""

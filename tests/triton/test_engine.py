@@ -104,6 +104,18 @@ def test_triton_gives_the_tokens_of_the_reference(
     assert sum(place["begun", n + 1] < place["waited", n] for n in begun[:-1]) > 0.8 * len(begun), "depth 2"
 
 
+def test_values_of_another_size_than_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As latent attention has, through every backend."""
+    sizes = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "q_lora_rank": 40, "kv_lora_rank": 24}
+    tiny_model(tmp_path, "deepseek_v3", num_key_value_heads=6, first_k_dense_replace=2, **sizes)
+    expected = answers(engine_of(tmp_path, attention="reference", device="cpu"))
+    assert answers(engine_of(tmp_path, device="cpu")) == expected
+    monkeypatch.setattr(loader, "open_device", lambda asked: FakeGpu(captures=True))
+    engine = engine_of(tmp_path, block_size=16)
+    assert isinstance(engine.runner._backend, TritonAttention)  # type: ignore[attr-defined]
+    assert answers(engine) == expected
+
+
 def test_graphs_change_nothing(folder: Path, gpu: FakeGpu, expected: dict[tuple[int, int], list[int]]) -> None:
     gpu.captures = False
     assert answers(engine_of(folder)) == expected
