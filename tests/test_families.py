@@ -40,6 +40,14 @@ PHI3, GRANITE, STARCODER2, COHERE = (
     "CohereForCausalLM",
 )
 SMOLLM3, OLMO2, OLMO3 = "SmolLM3ForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM"
+MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE = (
+    "MixtralForCausalLM",
+    "OlmoeForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3}
+SMALL_EXPERTS = {**EXPERTS, "moe_intermediate_size": 48}
 NEOX, GPT2, FALCON = "GPTNeoXForCausalLM", "GPT2LMHeadModel", "FalconForCausalLM"
 WINDOW = {"sliding_window": 9}
 
@@ -99,6 +107,21 @@ ROWS = {
     ),
     "starcoder2": Row(STARCODER2, "starcoder2", {**WINDOW, "head_dim": 16}),
     "starcoder2-no-bias": Row(STARCODER2, "starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
+    "mixtral": Row(MIXTRAL, "mixtral", {"num_local_experts": 5, **WINDOW}),
+    "olmoe": Row(OLMOE, "olmoe", {**EXPERTS, "head_dim": 16, "clip_qkv": 0.8}),
+    "olmoe-normalised": Row(OLMOE, "olmoe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
+    "qwen2-moe": Row(
+        QWEN2_MOE,
+        "qwen2_moe",
+        {**SMALL_EXPERTS, "head_dim": 16, "shared_expert_intermediate_size": 80, "num_hidden_layers": 3}
+        | {"decoder_sparse_step": 2},
+    ),
+    "qwen3-moe": Row(
+        QWEN3_MOE,
+        "qwen3_moe",
+        {**SMALL_EXPERTS, "num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": True},
+    ),
+    "qwen3-moe-window": Row(QWEN3_MOE, "qwen3_moe", {**SMALL_EXPERTS, "use_sliding_window": True, **WINDOW}),
     "gpt-neox": Row(NEOX, "gpt_neox"),
     "gpt-neox-sequential": Row(NEOX, "gpt_neox", {"use_parallel_residual": False, "rotary_pct": 1.0}),
     "gpt2": Row(GPT2, "gpt2", {"n_embd": 96, "n_layer": 2, "n_head": 6, "n_positions": 64, "n_inner": 160}),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from batchgen.errors import ModelError
+from batchgen.models import mixtures
 from batchgen.models.config import ModelConfig, RopeConfig
 from batchgen.models.fields import (
     Raw,
@@ -102,6 +103,38 @@ FALCON = Layout(
 )
 FALCON_TWO_NORMS = _changed(FALCON, attn_in="h.{}.ln_attn", mlp_in="h.{}.ln_mlp")
 
+QWEN_MOE = _changed(
+    LLAMA,
+    router="layers.{}.mlp.gate",
+    expert_gate="layers.{}.mlp.experts.{expert}.gate_proj",
+    expert_up="layers.{}.mlp.experts.{expert}.up_proj",
+    expert_down="layers.{}.mlp.experts.{expert}.down_proj",
+    shared_gate="layers.{}.mlp.shared_expert.gate_proj",
+    shared_up="layers.{}.mlp.shared_expert.up_proj",
+    shared_down="layers.{}.mlp.shared_expert.down_proj",
+    shared_weight="layers.{}.mlp.shared_expert_gate",
+)
+MIXTRAL = _changed(
+    LLAMA,
+    router="layers.{}.block_sparse_moe.gate",
+    expert_gate="layers.{}.block_sparse_moe.experts.{expert}.w1",
+    expert_up="layers.{}.block_sparse_moe.experts.{expert}.w3",
+    expert_down="layers.{}.block_sparse_moe.experts.{expert}.w2",
+)
+GPT_OSS = _changed(
+    LLAMA,
+    router="layers.{}.mlp.router",
+    experts_gate_up="layers.{}.mlp.experts.gate_up_proj",
+    experts_down="layers.{}.mlp.experts.down_proj",
+)
+DEEPSEEK_MOE = _changed(
+    QWEN_MOE,
+    choice_bias="layers.{}.mlp.gate.e_score_correction_bias",
+    shared_gate="layers.{}.mlp.shared_experts.gate_proj",
+    shared_up="layers.{}.mlp.shared_experts.up_proj",
+    shared_down="layers.{}.mlp.shared_experts.down_proj",
+)
+
 
 # --- how a family's configuration is read ---
 
@@ -122,6 +155,10 @@ def _last_layers_slide(raw: Raw, num_layers: int) -> Windows:
     first = raw["max_window_layers"]
     default = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]
     return [window if kind == "sliding_attention" else None for kind in layer_types(raw, num_layers, default)]
+
+
+def _one_window_if_asked(raw: Raw, num_layers: int) -> Windows:
+    return [raw["sliding_window"] if raw["use_sliding_window"] else None] * num_layers
 
 
 def _every(raw: Raw, num_layers: int, period: int) -> list[str]:
@@ -304,6 +341,8 @@ def _falcon_layout(config: ModelConfig) -> Layout:
 ATTENTION_BIAS = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
 NO_BIAS: Raw = {"attention_bias": False, "mlp_bias": False}
 QWEN: Raw = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+COUNT_OF_EXPERTS = {"num_local_experts": "num_experts"}
+QWEN_EXPERTS: Raw = {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": None}
 LAYER_NORM = {"norm": "layer", "norm_bias": True}
 BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
 GEMMA = {"norm_offset": 1.0}
@@ -500,6 +539,56 @@ FAMILIES: Mapping[str, Family] = {
             "hidden_act": "gelu_new",
             "rms_norm_eps": 1e-5,
             "tie_word_embeddings": True,
+        },
+    ),
+    "MixtralForCausalLM": Family(
+        known_for="Mixtral 8x7B, 8x22B",
+        layout=lambda config: MIXTRAL,
+        more=mixtures.mixtral,
+        windows=_one_window,
+        defaults={
+            "num_key_value_heads": 8,
+            "sliding_window": None,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        known_for="Qwen1.5-MoE, Qwen2-57B-A14B",
+        keys=COUNT_OF_EXPERTS,
+        layout=lambda config: QWEN_MOE,
+        flags={"qkv_bias": "qkv_bias"},
+        more=mixtures.qwen2_moe,
+        windows=_last_layers_slide,
+        defaults={**QWEN, **QWEN_EXPERTS, "qkv_bias": True, "num_local_experts": 60, "num_experts_per_tok": 4},
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        known_for="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
+        keys=COUNT_OF_EXPERTS,
+        layout=lambda config: QWEN_MOE,
+        fields={"qk_norm": "head"},
+        flags=ATTENTION_BIAS,
+        more=mixtures.qwen3_moe,
+        windows=_one_window_if_asked,
+        defaults={**NO_BIAS, **QWEN, **QWEN_EXPERTS, "num_local_experts": 128, "num_experts_per_tok": 8},
+    ),
+    "OlmoeForCausalLM": Family(
+        known_for="OLMoE",
+        keys=COUNT_OF_EXPERTS,
+        layout=lambda config: QWEN_MOE,
+        fields={"qk_norm": "all"},
+        flags=ATTENTION_BIAS,
+        more=mixtures.olmoe,
+        defaults={
+            **NO_BIAS,
+            "num_key_value_heads": None,
+            "rms_norm_eps": 1e-5,
+            "clip_qkv": None,
+            "norm_topk_prob": False,
+            "num_local_experts": 64,
+            "num_experts_per_tok": 8,
         },
     ),
     "CohereForCausalLM": Family(
