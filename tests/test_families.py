@@ -116,6 +116,12 @@ ROWS = {
         {**SMALL_EXPERTS, "head_dim": 16, "shared_expert_intermediate_size": 80, "num_hidden_layers": 3}
         | {"decoder_sparse_step": 2},
     ),
+    "qwen2-moe-window": Row(
+        QWEN2_MOE,
+        "qwen2_moe",
+        {**SMALL_EXPERTS, "head_dim": 16, "shared_expert_intermediate_size": 80, "num_hidden_layers": 3}
+        | {"qkv_bias": False, "norm_topk_prob": True, "use_sliding_window": True, **WINDOW},
+    ),
     "qwen3-moe": Row(
         QWEN3_MOE,
         "qwen3_moe",

@@ -157,6 +157,18 @@ def _last_layers_slide(raw: Raw, num_layers: int) -> Windows:
     return [window if kind == "sliding_attention" else None for kind in layer_types(raw, num_layers, default)]
 
 
+def _every_other_slides(raw: Raw, num_layers: int) -> Windows:
+    """Qwen2-MoE's: of the first `max_window_layers`, the first, third and so on. Off unless asked for."""
+    if not raw["use_sliding_window"]:
+        return [None] * num_layers
+    slides = [layer % 2 == 0 and layer < raw["max_window_layers"] for layer in range(num_layers)]
+    default = ["sliding_attention" if slide else "full_attention" for slide in slides]
+    return [
+        integer(raw, "sliding_window") if kind == "sliding_attention" else None
+        for kind in layer_types(raw, num_layers, default)
+    ]
+
+
 def _one_window_if_asked(raw: Raw, num_layers: int) -> Windows:
     return [raw["sliding_window"] if raw["use_sliding_window"] else None] * num_layers
 
@@ -561,7 +573,7 @@ FAMILIES: Mapping[str, Family] = {
         layout=lambda config: QWEN_MOE,
         flags={"qkv_bias": "qkv_bias"},
         more=mixtures.qwen2_moe,
-        windows=_last_layers_slide,
+        windows=_every_other_slides,
         defaults={**QWEN, **QWEN_EXPERTS, "qkv_bias": True, "num_local_experts": 60, "num_experts_per_tok": 4},
     ),
     "Qwen3MoeForCausalLM": Family(
