@@ -341,7 +341,10 @@ def step_bytes(config: ModelConfig, dtype: torch.dtype, max_batch_tokens: int, m
     three times over for drawing from them."""
     layer = max(config.layers, key=lambda layer: layer.num_heads * layer.head_dim)
     heads = (layer.num_heads + layer.num_kv_heads) * (layer.head_dim + layer.value_size)
-    values = max_batch_tokens * (4 * config.hidden_size + heads + 3 * config.intermediate_size)
+    mlp = 3 * config.intermediate_size
+    if (experts := config.experts) is not None:  # each of a token's gets an input and gives a result in float32
+        mlp = max(mlp, experts.top_k * (4 * config.hidden_size + 3 * experts.intermediate_size))
+    values = max_batch_tokens * (4 * config.hidden_size + heads + mlp)
     return values * dtype.itemsize + max_num_seqs * config.vocab_size * (dtype.itemsize + 3 * 4)
 
 

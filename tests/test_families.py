@@ -40,6 +40,14 @@ PHI3, GRANITE, STARCODER2, COHERE = (
     "CohereForCausalLM",
 )
 SMOLLM3, OLMO2, OLMO3 = "SmolLM3ForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM"
+MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE = (
+    "MixtralForCausalLM",
+    "OlmoeForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3}
+SMALL_EXPERTS = {**EXPERTS, "moe_intermediate_size": 48}
 NEOX, GPT2, FALCON = "GPTNeoXForCausalLM", "GPT2LMHeadModel", "FalconForCausalLM"
 DEEPSEEK2, DEEPSEEK3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
 WINDOW = {"sliding_window": 9}
@@ -50,7 +58,13 @@ LATENT = {
     "qk_nope_head_dim": 20,
     "qk_rope_head_dim": 12,
     "v_head_dim": 18,
-    "first_k_dense_replace": 2,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 48,
+    "n_group": 4,
+    "topk_group": 2,
     "rms_norm_eps": 0.05,  # not that of the norms between the low-rank vectors and what comes of them
 }
 DEEPSEEK_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 8, "beta_slow": 1}
@@ -111,13 +125,43 @@ ROWS = {
     ),
     "starcoder2": Row(STARCODER2, "starcoder2", {**WINDOW, "head_dim": 16}),
     "starcoder2-no-bias": Row(STARCODER2, "starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
-    "deepseek-v2": Row(DEEPSEEK2, "deepseek_v2", {**LATENT, "rope_parameters": DEEPSEEK_YARN, "mlp_bias": True}),
+    "deepseek-v2": Row(
+        DEEPSEEK2,
+        "deepseek_v2",
+        {
+            **LATENT,
+            "rope_parameters": DEEPSEEK_YARN,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 3.0,
+        },
+    ),
     "deepseek-v2-lite": Row(DEEPSEEK2, "deepseek_v2", {**LATENT, "q_lora_rank": None}),
     "deepseek-v3": Row(DEEPSEEK3, "deepseek_v3", {**LATENT, "rope_parameters": DEEPSEEK_YARN}),
     "deepseek-v3-biases-in-halves": Row(
         DEEPSEEK3, "deepseek_v3", {**LATENT, "attention_bias": True, "rope_interleave": False, "v_head_dim": 36}
     ),
     "deepseek-v3-no-query-rank": Row(DEEPSEEK3, "deepseek_v3", {**LATENT, "q_lora_rank": None, "attention_bias": True}),
+    "mixtral": Row(MIXTRAL, "mixtral", {"num_local_experts": 5, **WINDOW}),
+    "olmoe": Row(OLMOE, "olmoe", {**EXPERTS, "head_dim": 16, "clip_qkv": 0.8}),
+    "olmoe-normalised": Row(OLMOE, "olmoe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
+    "qwen2-moe": Row(
+        QWEN2_MOE,
+        "qwen2_moe",
+        {**SMALL_EXPERTS, "head_dim": 16, "shared_expert_intermediate_size": 80, "num_hidden_layers": 3}
+        | {"decoder_sparse_step": 2},
+    ),
+    "qwen2-moe-window": Row(
+        QWEN2_MOE,
+        "qwen2_moe",
+        {**SMALL_EXPERTS, "head_dim": 16, "shared_expert_intermediate_size": 80, "num_hidden_layers": 3}
+        | {"qkv_bias": False, "norm_topk_prob": True, "use_sliding_window": True, **WINDOW},
+    ),
+    "qwen3-moe": Row(
+        QWEN3_MOE,
+        "qwen3_moe",
+        {**SMALL_EXPERTS, "num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": True},
+    ),
+    "qwen3-moe-window": Row(QWEN3_MOE, "qwen3_moe", {**SMALL_EXPERTS, "use_sliding_window": True, **WINDOW}),
     "gpt-neox": Row(NEOX, "gpt_neox"),
     "gpt-neox-sequential": Row(NEOX, "gpt_neox", {"use_parallel_residual": False, "rotary_pct": 1.0}),
     "gpt2": Row(GPT2, "gpt2", {"n_embd": 96, "n_layer": 2, "n_head": 6, "n_positions": 64, "n_inner": 160}),
@@ -244,7 +288,11 @@ def test_deepseek_v3_as_published(tmp_path: Path) -> None:
         ("Gemma2ForCausalLM", {"query_pre_attn_scalar": None}, "query_pre_attn_scalar is None, expected a number"),
         ("Gemma3ForConditionalGeneration", {}, "text_config is None"),
         ("GraniteForCausalLM", {"logits_scaling": "8"}, "logits_scaling is '8', expected a number"),
-        ("DeepseekV3ForCausalLM", {"first_k_dense_replace": 1}, "first_k_dense_replace is 1, expected 2, that of all"),
+        (
+            "DeepseekV2ForCausalLM",
+            {**LATENT, "rope_scaling": {**DEEPSEEK_YARN, "mscale_all_dim": "1"}},
+            "mscale_all_dim is '1', expected a number",
+        ),
         ("DeepseekV2ForCausalLM", {**LATENT, "q_lora_rank": 0}, "q_lora_rank is 0, expected one positive"),
         ("DeepseekV2ForCausalLM", {**LATENT, "qk_rope_head_dim": 7}, "qk_rope_head_dim is 7, expected an even"),
         ("Starcoder2ForCausalLM", {"hidden_act": "swish"}, "hidden_act 'swish' is not supported.*gelu_pytorch_tanh"),

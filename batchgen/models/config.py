@@ -58,7 +58,7 @@ class ExpertsConfig:
     group_score: str = "max"  # of a group's scores: max | top2 (the sum of the two best)
     router_bias: bool = False  # a part of the logits
     choice_bias: bool = False  # added to the scores for choosing only
-    bias: bool = False  # of the experts' matrices
+    bias: bool = False  # of the experts' matrices, not of the one that every token takes
     shared_size: int = 0  # the intermediate size of an expert that every token takes; 0: none
     shared_gate: bool = False  # what it gives is weighed by a sigmoid
 

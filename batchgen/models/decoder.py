@@ -10,8 +10,10 @@ import torch.nn.functional as F
 
 from batchgen.attention.base import AttentionBackend, AttentionMetadata
 from batchgen.models.config import KVSpec, ModelConfig
+from batchgen.models.experts import Experts, experts_kind
 from batchgen.models.latent import LatentProjection
-from batchgen.models.layers import Layout, Linear, Norm, Ops, Place, Places, activation_of, linear_kind, linear_places
+from batchgen.models.layers import Layout, Linear, Norm, Ops, Place, Places, linear_kind, linear_places
+from batchgen.models.mlp import Mlp
 from batchgen.models.rope import RopeTable
 
 Empty = Callable[..., torch.Tensor]  # of a shape, in the model's dtype, on its device
@@ -35,12 +37,13 @@ class Projection:
         where q and k are not normalised."""
         spec = self._spec
         projected = self.qkv(normed)
-        if self._clip is not None:
-            projected.clamp_(-self._clip, self._clip)
         heads = projected.unflatten(-1, (-1, spec.head_dim))  # (num_tokens, all heads, head_dim)
         query, key, value = heads.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self._normalise(ops, self.q_norm, query), self._normalise(ops, self.k_norm, key)
+        if self._clip is not None:
+            for states in (query, key, value):
+                states.clamp_(-self._clip, self._clip)
         return query, key, value
 
     def _normalise(self, ops: Ops, norm: Norm, heads: torch.Tensor) -> torch.Tensor:
@@ -68,38 +71,27 @@ def _qk_norm_shape(kind: str, num_heads: int, head_dim: int) -> tuple[int, ...]:
     return {"head": (head_dim,), "heads": (num_heads, head_dim), "all": (num_heads * head_dim,)}[kind]
 
 
-class Mlp:
-    """The feed-forward half of a layer; a gate and the up-projection are one matrix."""
-
-    def __init__(self, config: ModelConfig, linear: Callable[..., Linear]) -> None:
-        hidden, inter = config.hidden_size, config.intermediate_size
-        self.up = linear(hidden, (inter, inter) if config.gated else (inter,), bias=config.mlp_bias)
-        self.down = linear(inter, (hidden,), bias=config.mlp_bias)
-        self._activation, self._gated = activation_of(config), config.gated
-
-    def __call__(self, ops: Ops, x: torch.Tensor) -> torch.Tensor:
-        """(num_tokens, hidden_size) -> the same"""
-        return self.down(self._activation(ops, self.up(x)))
-
-    def places(self, layout: Layout) -> Places:
-        stored = ("up",) if not self._gated else ("gate_up",) if "gate_up" in layout.names else ("gate", "up")
-        names = [layout.names[part] for part in stored]
-        yield from linear_places(self.up, *names, transposed=layout.transposed)
-        yield from linear_places(self.down, layout.names["down"], transposed=layout.transposed)
-
-
 class DecoderLayer:
     """The weights of one layer. Norms that the family does not have are None."""
 
-    def __init__(self, config: ModelConfig, spec: KVSpec, linear: Callable[..., Linear], empty: Empty) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        linear: Callable[..., Linear],
+        experts: Callable[..., Experts],
+        empty: Empty,
+    ) -> None:
         def norm(place: str) -> Norm | None:
             return Norm(config, (config.hidden_size,), empty, bias=config.norm_bias) if place in config.norms else None
 
         self.attn_in, self.attn_out = norm("attn_in"), norm("attn_out")
         self.mlp_in, self.mlp_out = norm("mlp_in"), norm("mlp_out")
+        spec = config.layers[index]
         self.projection = (Projection if config.latent is None else LatentProjection)(config, spec, linear, empty)
         self.out = linear(spec.num_heads * spec.value_size, (config.hidden_size,), bias=config.out_bias)
-        self.mlp = Mlp(config, linear)
+        sparse = bool(config.expert_layers) and config.expert_layers[index]
+        self.mlp: Mlp | Experts = experts(config) if sparse else Mlp(config, linear)
 
     def places(self, layout: Layout) -> Places:
         for place in ("attn_in", "attn_out", "mlp_in", "mlp_out"):
@@ -132,13 +124,14 @@ class Decoder:
     ) -> None:
         linear = linear_kind(dtype, quantization, ops, device)
         empty = partial(torch.empty, dtype=dtype, device=device)
+        experts = experts_kind(linear, empty, ops)
         self.config = config
         self.dtype = dtype
         self.backend = backend
         self.ops = ops
         self.embedding = empty(config.vocab_size, config.hidden_size)
         self.positions = empty(config.max_position_embeddings, config.hidden_size) if config.learned_positions else None
-        self.layers = [DecoderLayer(config, spec, linear, empty) for spec in config.layers]
+        self.layers = [DecoderLayer(config, index, linear, experts, empty) for index in range(config.num_layers)]
         self.norm = Norm(config, (config.hidden_size,), empty, bias=config.norm_bias)
         self.head = linear(config.hidden_size, (config.vocab_size,), bias=False)
         self.ropes = [RopeTable(rope, max_model_len, device) for rope in config.ropes]

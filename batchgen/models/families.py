@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from batchgen.errors import ModelError
+from batchgen.models import mixtures
 from batchgen.models.config import LatentConfig, ModelConfig, RopeConfig
 from batchgen.models.fields import (
     Raw,
@@ -101,8 +102,41 @@ FALCON = Layout(
     },
     grouped=True,
 )
-DEEPSEEK = _changed(
+FALCON_TWO_NORMS = _changed(FALCON, attn_in="h.{}.ln_attn", mlp_in="h.{}.ln_mlp")
+
+QWEN_MOE = _changed(
     LLAMA,
+    router="layers.{}.mlp.gate",
+    expert_gate="layers.{}.mlp.experts.{expert}.gate_proj",
+    expert_up="layers.{}.mlp.experts.{expert}.up_proj",
+    expert_down="layers.{}.mlp.experts.{expert}.down_proj",
+    shared_gate="layers.{}.mlp.shared_expert.gate_proj",
+    shared_up="layers.{}.mlp.shared_expert.up_proj",
+    shared_down="layers.{}.mlp.shared_expert.down_proj",
+    shared_weight="layers.{}.mlp.shared_expert_gate",
+)
+MIXTRAL = _changed(
+    LLAMA,
+    router="layers.{}.block_sparse_moe.gate",
+    expert_gate="layers.{}.block_sparse_moe.experts.{expert}.w1",
+    expert_up="layers.{}.block_sparse_moe.experts.{expert}.w3",
+    expert_down="layers.{}.block_sparse_moe.experts.{expert}.w2",
+)
+GPT_OSS = _changed(
+    LLAMA,
+    router="layers.{}.mlp.router",
+    experts_gate_up="layers.{}.mlp.experts.gate_up_proj",
+    experts_down="layers.{}.mlp.experts.down_proj",
+)
+DEEPSEEK_MOE = _changed(
+    QWEN_MOE,
+    choice_bias="layers.{}.mlp.gate.e_score_correction_bias",
+    shared_gate="layers.{}.mlp.shared_experts.gate_proj",
+    shared_up="layers.{}.mlp.shared_experts.up_proj",
+    shared_down="layers.{}.mlp.shared_experts.down_proj",
+)
+DEEPSEEK = _changed(
+    DEEPSEEK_MOE,
     query_down="layers.{}.self_attn.q_a_proj",
     query_down_norm="layers.{}.self_attn.q_a_layernorm",
     query_up="layers.{}.self_attn.q_b_proj",
@@ -110,7 +144,6 @@ DEEPSEEK = _changed(
     kv_down_norm="layers.{}.self_attn.kv_a_layernorm",
     kv_up="layers.{}.self_attn.kv_b_proj",
 )
-FALCON_TWO_NORMS = _changed(FALCON, attn_in="h.{}.ln_attn", mlp_in="h.{}.ln_mlp")
 
 
 # --- how a family's configuration is read ---
@@ -132,6 +165,22 @@ def _last_layers_slide(raw: Raw, num_layers: int) -> Windows:
     first = raw["max_window_layers"]
     default = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]
     return [window if kind == "sliding_attention" else None for kind in layer_types(raw, num_layers, default)]
+
+
+def _every_other_slides(raw: Raw, num_layers: int) -> Windows:
+    """Qwen2-MoE's: of the first `max_window_layers`, the first, third and so on. Off unless asked for."""
+    if not raw["use_sliding_window"]:
+        return [None] * num_layers
+    slides = [layer % 2 == 0 and layer < raw["max_window_layers"] for layer in range(num_layers)]
+    default = ["sliding_attention" if slide else "full_attention" for slide in slides]
+    return [
+        integer(raw, "sliding_window") if kind == "sliding_attention" else None
+        for kind in layer_types(raw, num_layers, default)
+    ]
+
+
+def _one_window_if_asked(raw: Raw, num_layers: int) -> Windows:
+    return [raw["sliding_window"] if raw["use_sliding_window"] else None] * num_layers
 
 
 def _every(raw: Raw, num_layers: int, period: int) -> list[str]:
@@ -313,12 +362,6 @@ def _falcon_layout(config: ModelConfig) -> Layout:
 
 def _deepseek(raw: dict[str, Any]) -> dict[str, Any]:
     """`head_dim` is no key of theirs: what transformers writes there is the rotated part of it."""
-    first, num_layers = raw["first_k_dense_replace"], integer(raw, "num_hidden_layers")
-    if not isinstance(first, int) or first < num_layers:
-        raise ModelError(
-            f"model config: first_k_dense_replace is {first!r}, expected {num_layers}, that of all layers: those with "
-            "experts are not supported yet"
-        )
     if integer(raw, "qk_rope_head_dim") % 2:
         raise ModelError(f"model config: qk_rope_head_dim is {raw['qk_rope_head_dim']}, expected an even number")
     head_dim = integer(raw, "qk_nope_head_dim") + integer(raw, "qk_rope_head_dim")
@@ -332,11 +375,9 @@ def _deepseek_rope(raw: Raw, head_dim: int, num_layers: int) -> Ropes:
 def _deepseek_attention(raw: Raw) -> dict[str, Any]:
     (rope,), _ = _deepseek_rope(raw, 0, 1)
     scaling: dict[str, Any] = dict(rope.scaling)
-    stretched = yarn_mscale(scaling["factor"], scaling["mscale_all_dim"]) if scaling.get("mscale_all_dim") else 1.0
-    return {
-        "scale": integer(raw, "head_dim") ** -0.5 * stretched**2,
-        "value_dim": integer(raw, "v_head_dim"),
-    }
+    weight = optional_number(scaling, "mscale_all_dim")
+    stretched = yarn_mscale(scaling["factor"], weight) if weight else 1.0
+    return {"scale": integer(raw, "head_dim") ** -0.5 * stretched**2, "value_dim": integer(raw, "v_head_dim")}
 
 
 def _deepseek_fields(raw: Raw) -> dict[str, Any]:
@@ -353,6 +394,8 @@ def _deepseek_fields(raw: Raw) -> dict[str, Any]:
 ATTENTION_BIAS = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
 NO_BIAS: Raw = {"attention_bias": False, "mlp_bias": False}
 QWEN: Raw = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+COUNT_OF_EXPERTS = {"num_local_experts": "num_experts"}
+QWEN_EXPERTS: Raw = {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": None}
 LAYER_NORM = {"norm": "layer", "norm_bias": True}
 BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
 GEMMA = {"norm_offset": 1.0}
@@ -560,6 +603,56 @@ FAMILIES: Mapping[str, Family] = {
             "tie_word_embeddings": True,
         },
     ),
+    "MixtralForCausalLM": Family(
+        known_for="Mixtral 8x7B, 8x22B",
+        layout=lambda config: MIXTRAL,
+        more=mixtures.mixtral,
+        windows=_one_window,
+        defaults={
+            "num_key_value_heads": 8,
+            "sliding_window": None,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        known_for="Qwen1.5-MoE, Qwen2-57B-A14B",
+        keys=COUNT_OF_EXPERTS,
+        layout=lambda config: QWEN_MOE,
+        flags={"qkv_bias": "qkv_bias"},
+        more=mixtures.qwen2_moe,
+        windows=_every_other_slides,
+        defaults={**QWEN, **QWEN_EXPERTS, "qkv_bias": True, "num_local_experts": 60, "num_experts_per_tok": 4},
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        known_for="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
+        keys=COUNT_OF_EXPERTS,
+        layout=lambda config: QWEN_MOE,
+        fields={"qk_norm": "head"},
+        flags=ATTENTION_BIAS,
+        more=mixtures.qwen3_moe,
+        windows=_one_window_if_asked,
+        defaults={**NO_BIAS, **QWEN, **QWEN_EXPERTS, "num_local_experts": 128, "num_experts_per_tok": 8},
+    ),
+    "OlmoeForCausalLM": Family(
+        known_for="OLMoE",
+        keys=COUNT_OF_EXPERTS,
+        layout=lambda config: QWEN_MOE,
+        fields={"qk_norm": "all"},
+        flags=ATTENTION_BIAS,
+        more=mixtures.olmoe,
+        defaults={
+            **NO_BIAS,
+            "num_key_value_heads": None,
+            "rms_norm_eps": 1e-5,
+            "clip_qkv": None,
+            "norm_topk_prob": False,
+            "num_local_experts": 64,
+            "num_experts_per_tok": 8,
+        },
+    ),
     "CohereForCausalLM": Family(
         known_for="Command R, Command R+",
         keys={"rms_norm_eps": "layer_norm_eps"},
@@ -580,23 +673,44 @@ FAMILIES: Mapping[str, Family] = {
     "DeepseekV2ForCausalLM": Family(
         known_for="DeepSeek-V2, V2-Lite, V2.5",
         layout=lambda config: DEEPSEEK,
+        keys={"num_local_experts": "n_routed_experts"},
         adapt=_deepseek,
         flags={"out_bias": "attention_bias", "mlp_bias": "mlp_bias"},
-        more=_deepseek_fields,
+        more=lambda raw: {**_deepseek_fields(raw), **mixtures.deepseek_v2(raw)},
         ropes=_deepseek_rope,
         attention=_deepseek_attention,
-        defaults={**DEEPSEEK_DEFAULTS, "first_k_dense_replace": 0},
+        defaults={
+            **DEEPSEEK_DEFAULTS,
+            "first_k_dense_replace": 0,
+            "routed_scaling_factor": 1.0,
+            "n_shared_experts": 2,
+            "num_local_experts": 64,
+            "moe_intermediate_size": 1407,
+            "norm_topk_prob": False,
+        },
     ),
     "DeepseekV3ForCausalLM": Family(
         known_for="DeepSeek-V3, V3.1, R1; Kimi K2",
         layout=lambda config: DEEPSEEK,
+        keys={"num_local_experts": "n_routed_experts"},
         ignorable=(r"model\.layers\.{num_layers}\..*",),  # what guesses a token further ahead
         adapt=_deepseek,
         flags={"out_bias": "attention_bias"},
-        more=_deepseek_fields,
+        more=lambda raw: {**_deepseek_fields(raw), **mixtures.deepseek_v3(raw)},
         ropes=_deepseek_rope,
         attention=_deepseek_attention,
-        defaults={**DEEPSEEK_DEFAULTS, "first_k_dense_replace": 3},
+        defaults={
+            **DEEPSEEK_DEFAULTS,
+            "first_k_dense_replace": 3,
+            "routed_scaling_factor": 2.5,
+            "n_shared_experts": 1,
+            "num_local_experts": 256,
+            "num_experts_per_tok": 8,
+            "n_group": 8,
+            "topk_group": 4,
+            "moe_intermediate_size": 2048,
+            "norm_topk_prob": True,
+        },
     ),
     "FalconForCausalLM": Family(
         known_for="Falcon 7B, 40B, 180B, Falcon 2; not those with ALiBi",

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from batchgen_kernels import pages
-from batchgen_kernels.reference import FloatWeight, Int8Weight, quantize
+from batchgen_kernels.reference import FloatWeight, Int8Weight, SortedTokens, quantize
 
 from batchgen.models.config import ModelConfig
 
@@ -38,6 +38,10 @@ class Ops(Protocol):
         """The same with gelu in its tanh form."""
         ...
 
+    def clamped_swiglu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """GPT-OSS's: both halves cut off, the gate times its steeper sigmoid times (second half + 1)."""
+        ...
+
     def float_linear_pays(self, dtype: torch.dtype) -> bool:
         """Whether `float_linear` is at least as fast as torch's own."""
         ...
@@ -56,6 +60,31 @@ class Ops(Protocol):
         if `wide`."""
         ...
 
+    def grouped_linear_pays(self) -> bool:
+        """Whether `grouped_linear` is better than a product of each expert's own."""
+        ...
+
+    def tile_rows(self, num_assignments: int, num_experts: int) -> int:
+        """The tile to sort that many assignments in."""
+        ...
+
+    def sort_tokens(self, expert_ids: torch.Tensor, num_experts: int, tile: int) -> SortedTokens:
+        """Of expert_ids (num_tokens, top_k), without the host's knowing what they are."""
+        ...
+
+    def grouped_linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        tokens: SortedTokens,
+        bias: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x (num_tokens or num_tokens * top_k, in_features) by each assignment's matrix of weight (num_experts,
+        out_features, in_features) -> (num_tokens * top_k, out_features); with `weights` (num_tokens, top_k) summed to
+        (num_tokens, out_features)."""
+        ...
+
 
 Activation = Callable[[Ops, torch.Tensor], torch.Tensor]
 
@@ -68,6 +97,7 @@ def _gelu_tanh(ops: Ops, x: torch.Tensor) -> torch.Tensor:
 GATED_ACTIVATIONS: Mapping[str, Activation] = {
     "silu": lambda ops, gate_up: ops.silu_mul(gate_up),
     "gelu_pytorch_tanh": lambda ops, gate_up: ops.gelu_tanh_mul(gate_up),
+    "clamped_swiglu": lambda ops, gate_up: ops.clamped_swiglu_mul(gate_up),
 }
 # the same without a gate: (num_tokens, size) to (num_tokens, size)
 ACTIVATIONS: Mapping[str, Activation] = {

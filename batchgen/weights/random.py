@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,10 +105,10 @@ class RandomCheckpoint:
         block = torch.randn(BLOCK, generator=torch.Generator().manual_seed(0))
         for name in self.names if names is None else names:
             shape = self._shapes[name]
-            if len(shape) == 1:
-                yield name, torch.full(shape, 0.0 if name.endswith(".bias") else 1.0, dtype=dtype)
+            if len(shape) == 1 or name.endswith("bias"):
+                yield name, torch.full(shape, 0.0 if name.endswith("bias") else 1.0, dtype=dtype)
                 continue
-            size = shape[0] * shape[1]
+            size = math.prod(shape)  # of a matrix (out, in), or of all experts' (num_experts, in, out)
             scaled = (block * shape[1] ** -0.5).to(dtype or torch.float32)
             yield name, scaled.repeat(-(-size // BLOCK))[:size].view(shape)
 

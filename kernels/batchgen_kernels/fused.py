@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from batchgen_kernels import tuning
+from batchgen_kernels.reference import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 NORM_SIZES = (256, 1024, 4096, 16384)  # rows up to a size share an entry of the table; longer ones take the last
 
@@ -86,14 +87,18 @@ def _rms_norm_kernel(
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:  # (num_tokens, 2 * dim) -> (num_tokens, dim)
-    return _gate(gate_up, gelu=False)
+    return _gate(gate_up, "silu")
 
 
 def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:  # (num_tokens, 2 * dim) -> (num_tokens, dim)
-    return _gate(gate_up, gelu=True)
+    return _gate(gate_up, "gelu_tanh")
 
 
-def _gate(gate_up: torch.Tensor, gelu: bool) -> torch.Tensor:
+def clamped_swiglu_mul(gate_up: torch.Tensor) -> torch.Tensor:  # (num_tokens, 2 * dim) -> (num_tokens, dim)
+    return _gate(gate_up, "clamped_swiglu")
+
+
+def _gate(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
     num_tokens, dim = gate_up.shape[0], gate_up.shape[1] // 2
     if gate_up.stride(1) != 1 or gate_up.shape[1] % 2:
         raise ValueError("gate_up: expected an even, contiguous last dimension")
@@ -106,7 +111,9 @@ def _gate(gate_up: torch.Tensor, gelu: bool) -> torch.Tensor:
         out,
         dim,
         gate_up.stride(0),
-        GELU=gelu,
+        KIND=kind,
+        ALPHA=SWIGLU_ALPHA,
+        LIMIT=SWIGLU_LIMIT,
         **config.blocks,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -115,7 +122,16 @@ def _gate(gate_up: torch.Tensor, gelu: bool) -> torch.Tensor:
 
 
 @triton.jit
-def _gate_kernel(gate_up_ptr, out_ptr, dim, stride, GELU: tl.constexpr, COLUMNS: tl.constexpr):
+def _gate_kernel(
+    gate_up_ptr,  # (num_tokens, 2 * dim)
+    out_ptr,  # (num_tokens, dim)
+    dim,
+    stride,
+    KIND: tl.constexpr,  # silu | gelu_tanh | clamped_swiglu
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < dim
@@ -123,6 +139,11 @@ def _gate_kernel(gate_up_ptr, out_ptr, dim, stride, GELU: tl.constexpr, COLUMNS:
     gate = tl.load(gate_up_ptr + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * stride + dim + columns, mask=inside, other=0.0).to(tl.float32)
     # (1 + tanh(u)) / 2 is 1 / (1 + exp(-2 u)), so that both are gate / (1 + exp(-z))
-    z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
-    activated = (gate / (1.0 + tl.exp(-z))).to(dtype).to(tl.float32)
+    if KIND == "clamped_swiglu":
+        gate = tl.minimum(gate, LIMIT, tl.PropagateNan.ALL)
+        up = tl.clamp(up, -LIMIT, LIMIT, tl.PropagateNan.ALL) + 1.0
+        activated = gate / (1.0 + tl.exp(-ALPHA * gate))
+    else:
+        z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if KIND == "gelu_tanh" else gate
+        activated = (gate / (1.0 + tl.exp(-z))).to(dtype).to(tl.float32)
     tl.store(out_ptr + row * dim + columns, (activated * up).to(dtype), mask=inside)

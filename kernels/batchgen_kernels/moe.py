@@ -7,15 +7,15 @@ import triton
 import triton.language as tl
 
 from batchgen_kernels import tuning
-from batchgen_kernels.reference import SortedTokens, num_tiles
+from batchgen_kernels.reference import SortedTokens, num_tiles, tile_rows
+
+__all__ = ["grouped_linear", "grouped_linear_pays", "sort_tokens", "tile_rows"]
 
 MAX_CHUNKS = 64  # of assignments: every chunk reads the counts of all
-TILES = (16, 64, 128)  # rows of a tile of the matmul, each with its own launch configuration
 
 
-def tile_rows(num_assignments: int, num_experts: int) -> int:
-    """The tile for this many assignments: the smallest that holds an expert's, if they come evenly."""
-    return next((tile for tile in TILES if tile * num_experts >= num_assignments), TILES[-1])
+def grouped_linear_pays() -> bool:
+    return True
 
 
 def sort_tokens(

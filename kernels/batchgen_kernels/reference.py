@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from batchgen_kernels.draws import Bias, Drawn, Logprobs, Penalties, SamplingRows
 
 GROUP = 64  # inputs of an 8-bit matmul that share a scale in a row of activations
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of `clamped_swiglu_mul`
+TILES = (16, 64, 128)  # assignments of a tile of `grouped_linear`
 PANEL = 16  # output channels that a weight keeps together
 CHUNK_ELEMENTS = 1 << 22  # logits that are drawn from at once: bounds what softmax, noise and sort take beside them
 WIDTHS = (64, 1024)  # most likely tokens looked at before the whole vocabulary is sorted
@@ -190,6 +192,13 @@ def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:  # (num_tokens, 2 * di
     """gelu(first half), in its tanh form, * second half."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
+
+
+def clamped_swiglu_mul(gate_up: torch.Tensor) -> torch.Tensor:  # (num_tokens, 2 * dim) -> (num_tokens, dim)
+    """gate * sigmoid(SWIGLU_ALPHA * gate) * (up + 1), in float32, of halves cut off at SWIGLU_LIMIT: GPT-OSS's."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return ((up + 1.0) * (gate * torch.sigmoid(SWIGLU_ALPHA * gate))).to(gate_up.dtype)
 
 
 def philox4x32(counter: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -524,6 +533,16 @@ def num_tiles(num_assignments: int, num_experts: int, tile: int) -> int:
     """The most tiles that this many assignments can take, however they fall."""
     used = min(num_experts + 1, num_assignments)  # and those to none
     return max((num_assignments + used * (tile - 1)) // tile, 1)
+
+
+def tile_rows(num_assignments: int, num_experts: int) -> int:
+    """The tile for this many assignments: the smallest that holds an expert's, if they come evenly."""
+    return next((tile for tile in TILES if tile * num_experts >= num_assignments), TILES[-1])
+
+
+def grouped_linear_pays() -> bool:
+    """Whether `grouped_linear` is better than a product of each expert's own."""
+    return False
 
 
 def sort_tokens(

@@ -275,6 +275,7 @@ def _norms(dtype: torch.dtype) -> None:
 def _gates(dtype: torch.dtype) -> None:
     fused.silu_mul(empty(NUM_TOKENS, 2 * 14336, dtype=dtype))
     fused.gelu_tanh_mul(empty(NUM_TOKENS, 2 * 1536, dtype=dtype))
+    fused.clamped_swiglu_mul(empty(NUM_TOKENS, 2 * 2880, dtype=dtype))
 
 
 def _sample(vocab: int, *, everything: bool = False) -> object:

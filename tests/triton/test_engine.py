@@ -14,9 +14,10 @@ from tiny import tiny_model
 
 from batchgen import loader, spec
 from batchgen.attention.triton import TritonAttention
-from batchgen.device import Cuda
+from batchgen.device import Cpu, Cuda
 from batchgen.engine.engine import Engine
 from batchgen.errors import ConfigError
+from batchgen.models.experts import SeparateExperts, StackedExperts
 from batchgen.tokenizer import Tokenizer
 from batchgen.types import Request, RowKey, SamplingParams
 
@@ -114,6 +115,23 @@ def test_values_of_another_size_than_keys(tmp_path: Path, monkeypatch: pytest.Mo
     engine = engine_of(tmp_path, block_size=16)
     assert isinstance(engine.runner._backend, TritonAttention)  # type: ignore[attr-defined]
     assert answers(engine) == expected
+
+
+def test_a_mixture_of_experts(tmp_path: Path, gpu: FakeGpu) -> None:
+    """Whose experts are sorted and multiplied on the device, in replayed steps too."""
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    tiny_model(tmp_path, "qwen2_moe", head_dim=16, shared_expert_intermediate_size=48, **experts)
+    engine = engine_of(tmp_path)
+    mixture = engine.runner._decoder.layers[0].mlp.mixture  # type: ignore[attr-defined]
+    assert isinstance(mixture, StackedExperts)
+    found = answers(engine)
+    assert gpu.num_captured > 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader, "open_device", lambda asked: Cpu())
+        plain = engine_of(tmp_path, attention="reference")
+    mixture = plain.runner._decoder.layers[0].mlp.mixture  # type: ignore[attr-defined]
+    assert isinstance(mixture, SeparateExperts)
+    assert found == answers(plain)
 
 
 def test_graphs_change_nothing(folder: Path, gpu: FakeGpu, expected: dict[tuple[int, int], list[int]]) -> None:

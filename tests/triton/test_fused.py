@@ -55,7 +55,7 @@ def test_no_rows() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["silu_mul", "gelu_tanh_mul"])
+@pytest.mark.parametrize("name", ["silu_mul", "gelu_tanh_mul", "clamped_swiglu_mul"])
 def test_gated_activations(dtype: torch.dtype, name: str) -> None:
     torch.manual_seed(3)
     for rows, dim in [(1, 1), (3, 19), (5, 1536)]:

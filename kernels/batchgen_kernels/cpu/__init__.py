@@ -313,6 +313,13 @@ class Ops:
     def gelu_tanh_mul(self, gate_up: torch.Tensor) -> torch.Tensor:  # (num_tokens, 2 * dim) -> (num_tokens, dim)
         return self._gate(gate_up, gelu=True)
 
+    # those that no kernel of ours is faster at
+    clamped_swiglu_mul = staticmethod(reference.clamped_swiglu_mul)
+    grouped_linear = staticmethod(reference.grouped_linear)
+    grouped_linear_pays = staticmethod(reference.grouped_linear_pays)
+    sort_tokens = staticmethod(reference.sort_tokens)
+    tile_rows = staticmethod(reference.tile_rows)
+
     def _gate(self, gate_up: torch.Tensor, gelu: bool) -> torch.Tensor:
         bf16 = _flag("gate_up", gate_up)
         num_tokens, dim = gate_up.shape[0], gate_up.shape[1] // 2
