@@ -245,6 +245,11 @@ def test_deepseek_v3_as_published(tmp_path: Path) -> None:
         ("Gemma3ForConditionalGeneration", {}, "text_config is None"),
         ("GraniteForCausalLM", {"logits_scaling": "8"}, "logits_scaling is '8', expected a number"),
         ("DeepseekV3ForCausalLM", {"first_k_dense_replace": 1}, "first_k_dense_replace is 1, expected 2, that of all"),
+        (
+            "DeepseekV2ForCausalLM",
+            {**LATENT, "rope_scaling": {**DEEPSEEK_YARN, "mscale_all_dim": "1"}},
+            "mscale_all_dim is '1', expected a number",
+        ),
         ("DeepseekV2ForCausalLM", {**LATENT, "q_lora_rank": 0}, "q_lora_rank is 0, expected one positive"),
         ("DeepseekV2ForCausalLM", {**LATENT, "qk_rope_head_dim": 7}, "qk_rope_head_dim is 7, expected an even"),
         ("Starcoder2ForCausalLM", {"hidden_act": "swish"}, "hidden_act 'swish' is not supported.*gelu_pytorch_tanh"),

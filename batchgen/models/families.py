@@ -332,11 +332,9 @@ def _deepseek_rope(raw: Raw, head_dim: int, num_layers: int) -> Ropes:
 def _deepseek_attention(raw: Raw) -> dict[str, Any]:
     (rope,), _ = _deepseek_rope(raw, 0, 1)
     scaling: dict[str, Any] = dict(rope.scaling)
-    stretched = yarn_mscale(scaling["factor"], scaling["mscale_all_dim"]) if scaling.get("mscale_all_dim") else 1.0
-    return {
-        "scale": integer(raw, "head_dim") ** -0.5 * stretched**2,
-        "value_dim": integer(raw, "v_head_dim"),
-    }
+    weight = optional_number(scaling, "mscale_all_dim")
+    stretched = yarn_mscale(scaling["factor"], weight) if weight else 1.0
+    return {"scale": integer(raw, "head_dim") ** -0.5 * stretched**2, "value_dim": integer(raw, "v_head_dim")}
 
 
 def _deepseek_fields(raw: Raw) -> dict[str, Any]:
