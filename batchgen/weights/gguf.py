@@ -182,7 +182,7 @@ class GgufCheckpoint:
         config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
         config.setdefault("num_key_value_heads", config["num_attention_heads"])
         rotated = metadata.get(f"{prefix}.rope.dimension_count", config["head_dim"])
-        if arch.rotates_part and 0 < rotated < config["head_dim"]:
+        if arch.rotates_part and 0 < rotated <= config["head_dim"]:
             config["partial_rotary_factor"] = rotated / config["head_dim"]
             rotated = config["head_dim"]
         sizes = {
