@@ -113,11 +113,15 @@ def test_gemma3s_ids_are_sentencepieces() -> None:
     ours = Tokenizer.load(GEMMA3)
     wrong = []
     for text in [*AWKWARD, *CORPUS]:
+        if " " * 32 in text:
+            continue  # see below
         ids, expected = ours.encode(text, add_special_tokens=False).tolist(), theirs.encode(text)
         if ids != expected:
             at = next((n for n, (a, b) in enumerate(zip(ids, expected, strict=False)) if a != b), len(ids))
             wrong.append((text[:60], at, ids[at : at + 6], expected[at : at + 6]))
     assert not wrong, wrong
+    # sentencepiece takes the longest run there is, of 31, first; transformers' tokenizer makes it of merges
+    assert ours.encode(" " * 40, add_special_tokens=False).tolist() == [152, 160]
     assert ours.adds_bos and ours.eos_token_ids == {1}
 
 

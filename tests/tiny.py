@@ -206,7 +206,11 @@ def _gguf_settings(config: Any, form: GgufForm) -> dict[str, Any]:
 
 
 def tiny_gguf(
-    path: Path, model: PreTrainedModel, quantization: str = "Q8_0", metadata: dict[str, Any] | None = None
+    path: Path,
+    model: PreTrainedModel,
+    quantization: str = "Q8_0",
+    metadata: dict[str, Any] | None = None,
+    split_max_tensors: int = 0,
 ) -> None:
     """Write `model` (of a family in GGUF_FORMS) as llama.cpp's converter would: its names, its order of rows.
 
@@ -216,7 +220,7 @@ def tiny_gguf(
 
     config = model.config
     form = GGUF_FORMS[config.model_type]
-    writer = gguf.GGUFWriter(path, form.arch)
+    writer = gguf.GGUFWriter(path, form.arch, split_max_tensors=split_max_tensors)
     for key, value in (_gguf_settings(config, form) | (metadata or {})).items():
         add = {
             str: writer.add_string,

@@ -192,7 +192,7 @@ class _Vocabulary:
                 continue
             if kind == CONTROL or index in ends or (kind == UNKNOWN and index == self.id_of("unknown_token_id")):
                 special.append(AddedToken(token, normalized=False, special=True))
-            elif kind == USER_DEFINED:
+            elif kind == USER_DEFINED and token.strip(SPACE):  # runs of spaces come of merges
                 plain.append(AddedToken(token, normalized=False, special=False))
         tokenizer.add_special_tokens(special)
         tokenizer.add_tokens(plain)
