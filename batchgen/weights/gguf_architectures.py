@@ -217,6 +217,7 @@ QWEN2_MOE = GgufArchitecture(
     changes={"ffn_gate_inp_shexp": _one_row},
     keys={**EXPERTS, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
     fixed={"norm_topk_prob": False, "decoder_sparse_step": 1},
+    more=lambda config, names: {"qkv_bias": "blk.0.attn_q.bias" in names},
 )
 GEMMA2 = GgufArchitecture(
     "Gemma2ForCausalLM",
