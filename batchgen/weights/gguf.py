@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,48 +15,32 @@ import numpy.typing as npt
 
 from batchgen.errors import ModelError
 from batchgen.weights import add_samples, regular_file
-from batchgen.weights.gguf_metadata import TensorInfo, read_header
+from batchgen.weights.gguf_architectures import ARCHITECTURES, CONFIG_KEYS, Change, GgufArchitecture, choose
+from batchgen.weights.gguf_metadata import GGUFHeader, TensorInfo, read_header
 
 if TYPE_CHECKING:
     import torch
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-
-# metadata key after the architecture's prefix -> config.json key
-CONFIG_KEYS = {
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "block_count": "num_hidden_layers",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "context_length": "max_position_embeddings",
-    "rope.freq_base": "rope_theta",
-}
 END_TOKENS = ("eos", "eot", "eom")  # ends of text, of turn and of message: llama.cpp stops at each of them
 
-# tensor name, without its block number -> Hugging Face's, {} standing for the block number
-TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-BLOCK_NAMES = {
-    "attn_norm": "model.layers.{}.input_layernorm",
-    "attn_q": "model.layers.{}.self_attn.q_proj",
-    "attn_k": "model.layers.{}.self_attn.k_proj",
-    "attn_v": "model.layers.{}.self_attn.v_proj",
-    "attn_q_norm": "model.layers.{}.self_attn.q_norm",
-    "attn_k_norm": "model.layers.{}.self_attn.k_norm",
-    "attn_output": "model.layers.{}.self_attn.o_proj",
-    "ffn_norm": "model.layers.{}.post_attention_layernorm",
-    "ffn_gate": "model.layers.{}.mlp.gate_proj",
-    "ffn_up": "model.layers.{}.mlp.up_proj",
-    "ffn_down": "model.layers.{}.mlp.down_proj",
-}
 NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 ROPE_FACTORS = "rope_freqs.weight"  # one divisor per rotary frequency: how Llama 3's scaling is stored
+SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"  # and Phi-3's
+SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 FLOAT32, FLOAT16, BFLOAT16 = 0, 1, 30
 STORED = {FLOAT32: "float32", FLOAT16: "float16", BFLOAT16: "bfloat16"}
 CHUNK_ELEMENTS = 1 << 18  # dequantised at a time: stays in cache, and large tensors need no float32 copy of themselves
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """One tensor by Hugging Face's name: what is read from which file, and what is then done to it."""
+
+    path: Path
+    info: TensorInfo
+    change: Change | None = None
+    offset: float = 0.0  # taken off its elements
 
 
 class GgufCheckpoint:
@@ -64,63 +49,100 @@ class GgufCheckpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         header = read_header(regular_file(path, f"{path} does not exist; expected a .gguf file"))
-        self._header_bytes = min((tensor.offset for tensor in header.tensors), default=0)
-        self._sizes = _sizes(path, header.tensors)
-        self._infos = {_translate(info.name): info for info in header.tensors}
-        if len(self._infos) != len(header.tensors):
+        headers = {path: header, **self._other_parts(header.metadata)}
+        self._headers = {file: found.tensors for file, found in headers.items()}
+        self._infos = {info.name: (file, info) for file, found in headers.items() for info in found.tensors}
+        for file, found in headers.items():
+            _check_sizes(file, found.tensors)
+        if len(self._infos) != sum(len(found.tensors) for found in headers.values()):
             raise ModelError(f"{path} names a tensor twice; is the file damaged?")
+        self._arch = self._architecture(header.metadata)
         self.config = self._read_config(header.metadata)
         self.generation_config: dict[str, Any] = {}
-        self.names = tuple(name for name in self._infos if name != ROPE_FACTORS)
+        self._stored = dict(self._places())
+        self.names = tuple(self._stored)
 
     def stream(
         self, names: Collection[str] | None = None, *, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        wanted = set(self.names if names is None else names)
-        for name, info in sorted(self._infos.items(), key=lambda item: item[1].offset):
-            if name in wanted:
-                yield name, self._tensor(name, info, dtype)
+        wanted = self.names if names is None else [name for name in set(names) if name in self._stored]
+        for name in sorted(wanted, key=lambda name: (self._stored[name].path, self._stored[name].info.offset)):
+            yield name, self._tensor(self._stored[name], dtype)
 
     def by_file(self, names: Collection[str]) -> list[list[str]]:
-        return [list(names)]
+        return [found for path in self._headers if (found := [n for n in names if self._stored[n].path == path])]
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
-        with open(self.path, "rb") as file:
-            digest.update(file.read(self._header_bytes))
-            add_samples(digest, file, sorted((i.offset, i.offset + self._sizes[i.name]) for i in self._infos.values()))
+        for path, tensors in self._headers.items():
+            with open(path, "rb") as file:
+                digest.update(file.read(min((info.offset for info in tensors), default=0)))
+                add_samples(digest, file, sorted((info.offset, info.offset + _num_bytes(info)) for info in tensors))
         return digest.hexdigest()
 
-    def _bytes(self, info: TensorInfo) -> npt.NDArray[np.uint8]:
-        """A copy: the pages of a map would count as memory of this process."""
-        found = np.fromfile(self.path, np.uint8, self._sizes[info.name], offset=info.offset)
-        if len(found) != self._sizes[info.name]:
-            raise ModelError(f"{self.path} became shorter while tensor {info.name!r} was read from it")
-        return found
+    def _other_parts(self, metadata: dict[str, Any]) -> dict[Path, GGUFHeader]:
+        """Of a model split over files, of which the first is named."""
+        count = int(metadata.get("split.count", 1))
+        if count < 2:
+            return {}
+        match = SPLIT_NAME.fullmatch(self.path.name)
+        if match is None or (int(match[2]), int(match[3])) != (1, count):
+            raise ModelError(
+                f"{self.path} is a part of a GGUF model split over {count} files; name the first part, with its name "
+                f"as llama.cpp gives it (...-00001-of-{count:05}.gguf)"
+            )
+        paths = [self.path.with_name(f"{match[1]}-{number:05}-of-{count:05}.gguf") for number in range(2, count + 1)]
+        return {
+            path: read_header(
+                regular_file(path, f"{path} does not exist; {self.path.name} is split over {count} files")
+            )
+            for path in paths
+        }
 
-    def _tensor(self, name: str, info: TensorInfo, dtype: torch.dtype | None) -> torch.Tensor:
+    def _places(self) -> Iterator[tuple[str, _Stored]]:
+        """Every tensor; one without a counterpart keeps its own name, and the registry says so."""
+        for name, (path, info) in self._infos.items():
+            match = NAME.fullmatch(name)
+            block, stem, kind = match.groups() if match else (None, name, "")
+            template = self._arch.names.get(stem)
+            if name in (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS):
+                continue
+            if template is None or ("{}" in template) != (block is not None):
+                yield name, _Stored(path, info)
+                continue
+            offset = self._arch.norm_offset if stem.endswith("norm") else 0.0
+            change = self._arch.changes.get(stem)
+            if template.count("{}") < 2:
+                yield f"{template.format(block)}.{kind}", _Stored(path, info, change, offset)
+                continue
+            for expert, one in enumerate(_slices(info)):
+                yield f"{template.format(block, expert)}.{kind}", _Stored(path, one, change, offset)
+
+    def _tensor(self, stored: _Stored, dtype: torch.dtype | None) -> torch.Tensor:
         import torch
 
+        info = stored.info
+        kind = torch.float32 if stored.offset else dtype  # the offset is taken off exactly
         if info.ggml_type in STORED:
-            stored: torch.dtype = getattr(torch, STORED[info.ggml_type])
-            tensor = torch.from_numpy(self._bytes(info)).view(stored).view(info.shape)
-            tensor = tensor.to(dtype or stored)
+            found: torch.dtype = getattr(torch, STORED[info.ggml_type])
+            tensor = torch.from_numpy(_bytes(stored.path, info)).view(found).view(info.shape)
+            tensor = tensor.to(kind or found)
         else:
-            tensor = torch.empty(info.shape, dtype=dtype or torch.float32)
-            self._dequantise(info, tensor)
-        if self._permuted and name.endswith(("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias")):
-            heads = self.config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
-            tensor = _halves_of_pairs(tensor, int(heads))
-        return tensor
+            tensor = torch.empty(info.shape, dtype=kind or torch.float32)
+            self._dequantise(stored, tensor)
+        if stored.offset:
+            tensor = (tensor - stored.offset).to(dtype or torch.float32)
+        return tensor if stored.change is None else stored.change(tensor, self.config)
 
-    def _dequantise(self, info: TensorInfo, out: torch.Tensor) -> None:
+    def _dequantise(self, stored: _Stored, out: torch.Tensor) -> None:
         """Fill `out` row chunk by row chunk, so that float32 exists for one chunk only."""
         import torch
         from gguf import GGMLQuantizationType, dequantize
 
+        info = stored.info
         kind = GGMLQuantizationType(info.ggml_type)
         num_rows = out.numel() // out.shape[-1]
-        flat, rows = out.view(num_rows, -1), self._bytes(info).reshape(num_rows, -1)
+        flat, rows = out.view(num_rows, -1), _bytes(stored.path, info).reshape(num_rows, -1)
         step = max(1, CHUNK_ELEMENTS // out.shape[-1])
         for start in range(0, num_rows, step):
             try:
@@ -132,73 +154,92 @@ class GgufCheckpoint:
                 ) from error
             flat[start : start + step].copy_(torch.from_numpy(chunk))
 
-    def _read_config(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        arch = metadata.get("general.architecture")
-        if arch not in ARCHITECTURES:
+    def _architecture(self, metadata: dict[str, Any]) -> GgufArchitecture:
+        name = metadata.get("general.architecture")
+        found = choose(str(name), metadata, self._infos)
+        if found is None:
             raise ModelError(
-                f"{self.path}: GGUF architecture {arch!r} is not supported, expected one of "
+                f"{self.path}: GGUF architecture {name!r} is not supported, expected one of "
                 f"{', '.join(sorted(ARCHITECTURES))}"
             )
-        if int(metadata.get("split.count", 1)) > 1:
-            raise ModelError(f"{self.path}: a GGUF model split over files is not supported yet; merge it into one file")
-        config: dict[str, Any] = {"architectures": [ARCHITECTURES[arch]], "model_type": arch, "hidden_act": "silu"}
-        for key, name in CONFIG_KEYS.items():
-            value = metadata.get(f"{arch}.{key}")
+        return found
+
+    def _read_config(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        prefix, arch = metadata["general.architecture"], self._arch
+        config: dict[str, Any] = {
+            "architectures": [arch.architecture],
+            "model_type": arch.model_type,
+            "hidden_act": "silu",
+            **arch.fixed,
+        }
+        for key, name in {**CONFIG_KEYS, **arch.keys}.items():
+            value = metadata.get(f"{prefix}.{key}")
             if value is not None:
                 config[name] = value.tolist() if isinstance(value, np.ndarray) else value
-        for key in ("hidden_size", "num_attention_heads"):
+        for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"):
             if not isinstance(config.get(key), int):
                 raise ModelError(f"{self.path}: metadata gives {key} as {config.get(key)!r}, expected one number")
         config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
         config.setdefault("num_key_value_heads", config["num_attention_heads"])
-        for key in ("attention.value_length", "rope.dimension_count"):
-            if metadata.get(f"{arch}.{key}", config["head_dim"]) != config["head_dim"]:
+        rotated = metadata.get(f"{prefix}.rope.dimension_count", config["head_dim"])
+        if arch.rotates_part and 0 < rotated <= config["head_dim"]:
+            config["partial_rotary_factor"] = rotated / config["head_dim"]
+            rotated = config["head_dim"]
+        sizes = {
+            "rope.dimension_count": rotated,
+            "attention.value_length": metadata.get(f"{prefix}.attention.value_length", config["head_dim"]),
+        }
+        for key, size in sizes.items():
+            if size != config["head_dim"]:
                 raise ModelError(
-                    f"{self.path}: {arch}.{key} is {metadata[f'{arch}.{key}']}, only the head size "
-                    f"({config['head_dim']}) is supported"
+                    f"{self.path}: {prefix}.{key} is {size}, only the head size ({config['head_dim']}) is supported"
                 )
-        self._permuted = arch == "llama"  # the converter pairs q and k rows for interleaved rotation in this one only
-
-        embedding = self._infos.get("model.embed_tokens.weight")
-        config["vocab_size"] = embedding.shape[0] if embedding else metadata.get(f"{arch}.vocab_size")
-        config["tie_word_embeddings"] = "lm_head.weight" not in self._infos
-        config["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in self._infos
-        config["mlp_bias"] = "model.layers.0.mlp.gate_proj.bias" in self._infos
+        embedding = self._infos.get("token_embd.weight")
+        config["vocab_size"] = embedding[1].shape[0] if embedding else metadata.get(f"{prefix}.vocab_size")
+        config["tie_word_embeddings"] = "output.weight" not in self._infos
+        config["attention_bias"] = not {"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"}.isdisjoint(self._infos)
+        config["mlp_bias"] = "blk.0.ffn_gate.bias" in self._infos
         ends = (metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in END_TOKENS)
         config["eos_token_id"] = sorted({int(token) for token in ends if token is not None})
-        scaling = self._rope_scaling(arch, metadata, config["head_dim"])
+        scaling = self._rope_scaling(prefix, metadata, config)
         if scaling:
             config["rope_scaling"] = scaling
-        window = metadata.get(f"{arch}.attention.sliding_window")
-        if window and arch == "llama":
-            config.update(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=window)
-        elif window:
-            raise ModelError(f"{self.path}: {arch}.attention.sliding_window ({window}) is not supported")
-        sizes: Counter[str] = Counter()
-        for info in self._infos.values():
-            sizes[STORED.get(info.ggml_type, "bfloat16")] += self._sizes[info.name]
-        config["dtype"] = sizes.most_common(1)[0][0] if sizes else "float32"
+        window = metadata.get(f"{prefix}.attention.sliding_window")
+        if window and "attention.sliding_window" not in arch.keys:
+            raise ModelError(f"{self.path}: {prefix}.attention.sliding_window ({window}) is not supported")
+        if "sliding_window" in arch.keys.values():
+            config["sliding_window"] = window or None  # 0 is none
+        config.update(arch.more(config, self._infos))
+        stored: Counter[str] = Counter()
+        for _, info in self._infos.values():
+            stored[STORED.get(info.ggml_type, "bfloat16")] += _num_bytes(info)
+        config["dtype"] = stored.most_common(1)[0][0] if stored else "float32"
         return config
 
-    def _rope_scaling(self, arch: str, metadata: dict[str, Any], head_dim: int) -> dict[str, Any]:
+    def _rope_scaling(self, arch: str, metadata: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
         """Hugging Face's rope_scaling; per-frequency factors become a longrope whose two factor lists are equal."""
         kind = metadata.get(f"{arch}.rope.scaling.type", "none")
         factor = metadata.get(f"{arch}.rope.scaling.factor", metadata.get(f"{arch}.rope.scale_linear", 1.0))
         original = metadata.get(f"{arch}.rope.scaling.original_context_length")
-        factors = self._infos.get(ROPE_FACTORS)
-        if factors is not None:
-            if kind != "none" or factors.ggml_type != FLOAT32 or factors.shape != (head_dim // 2,):
-                raise ModelError(
-                    f"{self.path}: {ROPE_FACTORS} {factors.shape} beside rope scaling {kind!r} is not supported, "
-                    f"expected {head_dim // 2} float32 factors and no other scaling"
-                )
-            divisors = self._bytes(factors).view(np.float32).tolist()
+        if ROPE_FACTORS in self._infos:
+            if kind != "none":
+                raise ModelError(f"{self.path}: {ROPE_FACTORS} beside rope scaling {kind!r} is not supported")
+            divisors = self._factors(ROPE_FACTORS, config)
             return {
                 "rope_type": "longrope",
                 "short_factor": divisors,
                 "long_factor": divisors,
                 "attention_factor": 1.0,
             }
+        if LONG_FACTORS in self._infos and SHORT_FACTORS in self._infos:
+            scaling = {
+                "rope_type": "longrope",
+                "short_factor": self._factors(SHORT_FACTORS, config),
+                "long_factor": self._factors(LONG_FACTORS, config),
+                "original_max_position_embeddings": original,
+                "attention_factor": metadata.get(f"{arch}.rope.scaling.attn_factor"),
+            }
+            return {key: value for key, value in scaling.items() if value is not None}
         if kind == "yarn":
             if metadata.get(f"{arch}.rope.scaling.attn_factor", 1.0) != 1.0:
                 raise ModelError(f"{self.path}: {arch}.rope.scaling.attn_factor is not supported with yarn")
@@ -208,42 +249,52 @@ class GgufCheckpoint:
             return {"rope_type": "linear", "factor": factor}
         return {} if kind == "none" else {"rope_type": kind}  # an unknown kind is refused where all kinds are known
 
-
-def _translate(name: str) -> str:
-    """Hugging Face's name of a tensor; one without a counterpart keeps its own, and the registry says so."""
-    match = NAME.fullmatch(name)
-    if match is None:
-        return name
-    block, stem, kind = match.groups()
-    found = TOP_NAMES.get(stem) if block is None else BLOCK_NAMES.get(stem)
-    return f"{found.format(block)}.{kind}" if found else name
+    def _factors(self, name: str, config: dict[str, Any]) -> list[float]:
+        path, info = self._infos[name]
+        count = int(config["head_dim"] * config.get("partial_rotary_factor", 1.0)) // 2
+        if info.ggml_type != FLOAT32 or info.shape != (count,):
+            raise ModelError(f"{self.path}: {name} {info.shape} is not supported, expected {count} float32 factors")
+        return list(_bytes(path, info).view(np.float32).tolist())
 
 
-def _halves_of_pairs(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Undo the converter's row order: within a head, rows (0, 1), (2, 3), ... become row i beside row i + dim / 2."""
-    pairs = tensor.reshape(num_heads, tensor.shape[0] // num_heads // 2, 2, *tensor.shape[1:])
-    return pairs.transpose(1, 2).reshape(tensor.shape)
+def _bytes(path: Path, info: TensorInfo) -> npt.NDArray[np.uint8]:
+    """A copy: the pages of a map would count as memory of this process."""
+    size = _num_bytes(info)
+    found = np.fromfile(path, np.uint8, size, offset=info.offset)
+    if len(found) != size:
+        raise ModelError(f"{path} became shorter while tensor {info.name!r} was read from it")
+    return found
 
 
-def _sizes(path: Path, tensors: tuple[TensorInfo, ...]) -> dict[str, int]:
-    """Bytes of every tensor by its GGUF name, each checked to lie inside the file."""
+def _slices(info: TensorInfo) -> list[TensorInfo]:
+    """The matrices that lie one behind the other in a tensor of three dimensions; vectors likewise."""
+    size = _num_bytes(info) // info.shape[0]
+    return [replace(info, shape=info.shape[1:], offset=info.offset + number * size) for number in range(info.shape[0])]
+
+
+def _num_bytes(info: TensorInfo) -> int:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    sizes, file_size = {}, path.stat().st_size
+    block_elements, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(info.ggml_type)]
+    return int(np.prod(info.shape, dtype=object)) // block_elements * block_bytes
+
+
+def _check_sizes(path: Path, tensors: tuple[TensorInfo, ...]) -> None:
+    """Every tensor's type is known, its shape possible, and it lies inside the file."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    file_size = path.stat().st_size
     for info in tensors:
         try:
-            block_elements, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(info.ggml_type)]
+            block_elements, _ = GGML_QUANT_SIZES[GGMLQuantizationType(info.ggml_type)]
         except (ValueError, KeyError) as error:
             raise ModelError(
                 f"{path}: tensor {info.name!r} has the unknown type {info.ggml_type}; update the gguf package"
             ) from error
-        count = int(np.prod(info.shape, dtype=object))
-        if not count or not info.shape or info.shape[-1] % block_elements:
+        if not np.prod(info.shape, dtype=object) or not info.shape or info.shape[-1] % block_elements:
             raise ModelError(f"{path}: tensor {info.name!r} has the impossible shape {info.shape}")
-        sizes[info.name] = count // block_elements * block_bytes
-        if info.offset + sizes[info.name] > file_size:
+        if info.offset + _num_bytes(info) > file_size:
             raise ModelError(
                 f"{path} ends at byte {file_size}, but tensor {info.name!r} reaches to "
-                f"{info.offset + sizes[info.name]}; incomplete download?"
+                f"{info.offset + _num_bytes(info)}; incomplete download?"
             )
-    return sizes

@@ -23,13 +23,15 @@ class Split:
     """How a byte-level vocabulary's text was cut up before its merges were learned, as in its published tokenizer.json.
 
     `pattern` None is GPT-2's, which the library has built in. `whole_words` takes a piece that is a token as it is,
-    without merging. `digits` cuts every digit off first. `nfc` composes characters first.
+    without merging. `digits` cuts every digit off first. `nfc` composes characters first. `own` makes all the steps
+    of those that cut in other ways.
     """
 
     pattern: str | None = None
     digits: bool = False
     nfc: bool = False
     whole_words: bool = False
+    own: Callable[[], pre_tokenizers.PreTokenizer] | None = None
 
 
 CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -39,7 +41,9 @@ UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 CASED = (rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*")
 
 GPT2 = Split()
+GPT_NEOX = Split(nfc=True)
 DIGITS = Split(digits=True)
+COMMAND_R = Split(digits=True, nfc=True)
 LLAMA3 = Split("|".join([CONTRACTION, WORD, r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n]*", TAIL]), whole_words=True)
 QWEN2 = Split("|".join([CONTRACTION, WORD, r"\p{N}", r" ?[^\s\p{L}\p{N}]+[\r\n]*", TAIL]), nfc=True)
 TEKKEN = Split("|".join([*CASED, r"\p{N}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", TAIL]), whole_words=True)
@@ -47,13 +51,58 @@ GPT4O = Split(
     "|".join([*(word + CONTRACTION + "?" for word in CASED), r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", TAIL])
 )
 
+
+def _isolated(*patterns: str) -> list[Any]:
+    return [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
+
+
+def _byte_characters_only() -> Any:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+
+
+def _deepseek_v3() -> pre_tokenizers.PreTokenizer:
+    signs = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
+    words = r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    rest = "|".join([signs + "[A-Za-z]+", words, r" ?[\p{P}\p{S}]+[\r\n]*", TAIL])
+    return pre_tokenizers.Sequence(
+        [*_isolated(r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", rest), _byte_characters_only()]
+    )
+
+
+def _deepseek_coder() -> pre_tokenizers.PreTokenizer:
+    han_to_hangul = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+    return pre_tokenizers.Sequence(
+        [
+            *_isolated(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", han_to_hangul),
+            pre_tokenizers.Digits(individual_digits=True),
+            _byte_characters_only(),
+        ]
+    )
+
+
+def _falcon() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Punctuation("contiguous"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+            pre_tokenizers.Digits(individual_digits=False),
+            *_isolated("[0-9][0-9][0-9]"),
+        ]
+    )
+
+
 SPLITS: dict[str, Split] = {
-    **dict.fromkeys(("default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion"), GPT2),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), DIGITS),
+    **dict.fromkeys(("default", "gpt-2", "phi-2", "jais", "trillion", "granite-docling"), GPT2),
+    **dict.fromkeys(("mpt", "olmo"), GPT_NEOX),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell"), DIGITS),
+    "command-r": COMMAND_R,
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "smaug-bpe", "dbrx", "lfm2"), LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), QWEN2),
     "tekken": TEKKEN,
     **dict.fromkeys(("gpt-4o", "llama4"), GPT4O),
+    "deepseek-v3": Split(own=_deepseek_v3),
+    "deepseek-coder": Split(own=_deepseek_coder),
+    "falcon": Split(own=_falcon),
 }
 
 
@@ -143,7 +192,7 @@ class _Vocabulary:
                 continue
             if kind == CONTROL or index in ends or (kind == UNKNOWN and index == self.id_of("unknown_token_id")):
                 special.append(AddedToken(token, normalized=False, special=True))
-            elif kind == USER_DEFINED:
+            elif kind == USER_DEFINED and token.strip(SPACE):  # runs of spaces come of merges
                 plain.append(AddedToken(token, normalized=False, special=False))
         tokenizer.add_special_tokens(special)
         tokenizer.add_tokens(plain)
@@ -179,13 +228,17 @@ def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
     tokenizer = Tokenizer(model)
     if split.nfc:
         tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = split.own() if split.own else _steps(split)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _steps(split: Split) -> pre_tokenizers.PreTokenizer:
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if split.digits else []
     if split.pattern is not None:
         steps.append(pre_tokenizers.Split(Regex(split.pattern), behavior="isolated"))
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.pattern is None))
-    tokenizer.pre_tokenizer = steps[0] if len(steps) == 1 else pre_tokenizers.Sequence(steps)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
+    return steps[0] if len(steps) == 1 else pre_tokenizers.Sequence(steps)
 
 
 def _byte_characters() -> list[str]:
