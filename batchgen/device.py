@@ -82,11 +82,12 @@ class Cuda:
 
     captures = True
 
-    def __init__(self, index: int = 0) -> None:
-        self.torch_device = torch.device("cuda", index)
-        self.name = str(torch.cuda.get_device_name(index))
-        self.total_bytes = int(torch.cuda.mem_get_info(index)[1])
-        self.num_multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cuda", 0)
+        properties = torch.cuda.get_device_properties(self.torch_device)
+        self.name = str(properties.name)
+        self.total_bytes = int(torch.cuda.mem_get_info(self.torch_device)[1])
+        self.num_multiprocessors = properties.multi_processor_count
         self._pool: Any = None  # memory that all graphs share
 
     def upload(self, array: Array, into: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,9 +1,10 @@
-"""Before anything imports torch; and the S3 server that tests of stores share."""
+"""Before anything imports torch; and what many tests share: a model's folder, stores, an S3 server."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read where a kernel is defined: its tests run on CPU tensors
@@ -18,6 +19,14 @@ if TYPE_CHECKING:
     from batchgen.io.stores import Store
 
 share_cores()
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of bytes, with a chat template."""
+    from fakes import CHATML, byte_tokenizer
+
+    return byte_tokenizer(tmp_path_factory.mktemp("model") / "bytes", chat_template=CHATML)
 
 
 @pytest.fixture(scope="session")
@@ -48,3 +57,11 @@ def memory() -> Store:
 def every_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heartbeats are written whenever one is asked for."""
     monkeypatch.setattr("batchgen.lease.HEARTBEAT_SECONDS", 0.0)
+
+
+@pytest.fixture
+def dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who died and lives on in this process counts as dead."""
+    from history import let_the_dead_be_dead
+
+    let_the_dead_be_dead(monkeypatch)

@@ -11,14 +11,12 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from fakes import CHATML, byte_tokenizer
 from faults import WRITES, Died, Fault
 from history import (
     History,
     Reference,
     ended,
     feed_inline,
-    let_the_dead_be_dead,
     make_job,
     uninterrupted,
     write_equal_inputs,
@@ -30,11 +28,6 @@ from batchgen.errors import StorageError
 from batchgen.io.stores import Store
 
 FORMATS = ("parquet", "jsonl")
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return byte_tokenizer(tmp_path_factory.mktemp("model") / "bytes", chat_template=CHATML)
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +44,6 @@ def references(tmp_path_factory: pytest.TempPathFactory, inputs: Path, model_fol
 @pytest.fixture(autouse=True)
 def inline(monkeypatch: pytest.MonkeyPatch) -> None:
     feed_inline(monkeypatch)
-
-
-@pytest.fixture
-def dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    let_the_dead_be_dead(monkeypatch)
 
 
 @pytest.mark.parametrize("part_format", FORMATS)

@@ -14,7 +14,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from fakes import CHATML, FakeEngine, FakeModel, byte_tokenizer, fake_tokens
+from fakes import FakeEngine, FakeModel, fake_tokens
 
 from batchgen import job, spec
 from batchgen.errors import ConfigError, DataError, Interrupted, NoInputError, StorageError
@@ -24,11 +24,6 @@ from batchgen.io.stores import Store
 from batchgen.lease import Heart
 from batchgen.metrics import Meter
 from batchgen.runstatus import peek
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return byte_tokenizer(tmp_path_factory.mktemp("model") / "bytes", chat_template=CHATML)
 
 
 def write_rows(folder: Path, count: int, name: str = "rows.parquet", start: int = 0) -> Path:

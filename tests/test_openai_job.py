@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from fakes import CHATML, FakeEngine, FakeModel, byte_tokenizer
+from fakes import FakeEngine, FakeModel, byte_tokenizer
 from faults import WRITES, Call, Died, Fault, MeddledStore
 
 from batchgen import checks, job, spec
@@ -44,11 +44,6 @@ class Watched(FakeEngine):
     def add(self, request: Request) -> None:
         self.requests[request.key.row] = request
         super().add(request)
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return byte_tokenizer(tmp_path_factory.mktemp("model") / "bytes", chat_template=CHATML)
 
 
 def body_of(number: int) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from fakes import CHATML, FakeEngine, FakeModel, byte_tokenizer
+from fakes import FakeEngine, FakeModel
 from faults import Call, Died, Do, Fault, kind_of, throttled
-from history import History, ended, feed_inline, let_the_dead_be_dead, make_job, read_rows, uninterrupted
+from history import History, ended, feed_inline, make_job, read_rows, uninterrupted
 
 from batchgen import job, spec
 from batchgen.errors import ConfigError, ExitCode, Interrupted, StorageError
@@ -25,19 +25,9 @@ from batchgen.runfolder import decode, encode, lease_name
 from batchgen.types import Completion, RowError
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return byte_tokenizer(tmp_path_factory.mktemp("model") / "bytes", chat_template=CHATML)
-
-
 @pytest.fixture(autouse=True)
 def inline(monkeypatch: pytest.MonkeyPatch) -> None:
     feed_inline(monkeypatch)
-
-
-@pytest.fixture
-def dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    let_the_dead_be_dead(monkeypatch)
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:

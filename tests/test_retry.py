@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
-from fakes import CHATML, FakeEngine, FakeModel, byte_tokenizer
+from fakes import FakeEngine, FakeModel
 from faults import WRITES, Died, Fault, MeddledStore
 from small_job import FlakyEngine, counters_of, inline, job_of, parts_of, rows_of, start, store_of
 
@@ -33,11 +33,6 @@ from batchgen.verify import verify
 __all__ = ["inline"]
 
 FAILS = {(3, 0), (4, 0), (5, 0), (6, 0), (20, 0)}  # in three of the four shards
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return byte_tokenizer(tmp_path_factory.mktemp("model") / "bytes", chat_template=CHATML)
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-from fakes import CHATML, byte_tokenizer
 from faults import Fault
 from history import History, Reference, ended, feed_inline, let_the_dead_be_dead, make_job, uninterrupted, write_inputs
 from s3 import Bucket
@@ -19,11 +18,6 @@ from s3 import Bucket
 from batchgen.errors import ExitCode
 
 HERE = Path(__file__).parent
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return byte_tokenizer(tmp_path_factory.mktemp("model") / "bytes", chat_template=CHATML)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import fsspec
 import orjson
 import pytest
 from click.testing import CliRunner
-from fakes import CHATML, FakeEngine, FakeModel, byte_tokenizer
+from fakes import FakeEngine, FakeModel
 from faults import WRITES, Died, Fault, MeddledStore
 from small_job import FlakyEngine, counters_of, inline, job_of, parts_of, rows_of, start, store_of
 
@@ -31,11 +31,6 @@ from batchgen.verify import lines, verify
 __all__ = ["inline"]
 
 FAILS = {(3, 0), (20, 0)}
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return byte_tokenizer(tmp_path_factory.mktemp("model") / "bytes", chat_template=CHATML)
 
 
 @pytest.fixture(autouse=True)

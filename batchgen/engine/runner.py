@@ -29,9 +29,8 @@ class Handle:
 
     plan: StepPlan
     hidden: torch.Tensor | None  # (num_samples, hidden_size), None where nothing is sampled
-    arrived: Callable[[], npt.NDArray[Any]] | None = (
-        None  # waits for (2, num_samples): tokens, whether logits were finite
-    )
+    # waits for (2, num_samples): tokens, whether logits were finite
+    arrived: Callable[[], npt.NDArray[Any]] | None = None
 
 
 class _Inputs(NamedTuple):
@@ -41,7 +40,6 @@ class _Inputs(NamedTuple):
     query_starts: IntArray  # (num_rows + 1,)
     context_lens: IntArray  # (num_rows,)
     last_tokens: LongArray  # (num_samples,) of the rows that sample: places among the tokens
-    positions: IntArray  # (num_samples,) of the tokens to draw, among the output tokens
 
 
 class Runner:
@@ -121,8 +119,7 @@ class Runner:
             start, end, first = int(query_starts[row]), int(query_starts[row + 1]), int(plan.starts[row])
             ids[start:end] = self._known[slots[row]][first : first + end - start]
         last_tokens = query_starts[1:][plan.samples].astype(np.int64) - 1
-        drawn = context_lens[plan.samples] - self._num_prompt[slots[plan.samples]]
-        return _Inputs(tokens, query_starts, context_lens, last_tokens, drawn)
+        return _Inputs(tokens, query_starts, context_lens, last_tokens)
 
     def _hidden(self, plan: StepPlan, inputs: _Inputs) -> torch.Tensor:
         """Of the rows that sample, (num_samples, hidden_size)."""
