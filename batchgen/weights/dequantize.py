@@ -84,7 +84,7 @@ def pair_table(values: Sequence[float] | torch.Tensor, *, low_first: bool) -> to
 
 def unpack(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """int32 words (rows, n) -> the first `count` unsigned numbers of each row, in float32; lowest bits first."""
-    stream = words.contiguous().view(torch.uint8)  # (rows, 4 n)
+    stream = words.reshape(-1).view(torch.uint8).view(len(words), -1)  # (rows, 4 n)
     if bits == 3:  # 8 numbers in 3 bytes
         first, second, third = stream.view(len(stream), -1, 3).to(torch.int32).unbind(2)
         triples = first | second << 8 | third << 16
@@ -96,7 +96,7 @@ def unpack(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 def factors(scales: torch.Tensor) -> torch.Tensor:
     """Scales as they are stored -> float32; bytes are exponents of 2 that begin at -127."""
     if scales.dtype == torch.uint8:
-        return torch.ldexp(torch.ones(()), scales.to(torch.int32) - 127)
+        return torch.ldexp(torch.ones(scales.shape), scales.to(torch.int32) - 127)
     return scales.to(torch.float32)
 
 

@@ -138,7 +138,9 @@ def _packed(stored: Stored, module: str, scheme: Scheme) -> Recipe:
     if not scheme.symmetric:
         stored.need(zeros, packed, ("I32", "I8"))
         as_bytes = stored.tensors[zeros].dtype == "I8"  # older files
-        stored.check(zeros, ("I32", "I8"), grid if as_bytes else (ceil_div(grid[0] * scheme.bits, 32), grid[1]))
+        stored.check(
+            zeros, ("I32", "I8"), stored.shape(scale) if as_bytes else (ceil_div(grid[0] * scheme.bits, 32), grid[1])
+        )
         parts["zeros"] = zeros
     if scheme.needs_index or index in stored.tensors:
         parts["groups"] = stored.need(index, packed, ("I32", "I64"), (columns,))

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 AWQ_BITS = 4
+AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # where in a word the codes of 8 consecutive rows are
 
 
 def read_gptq(stored: Stored, raw: Raw) -> Iterator[tuple[str, Recipe]]:
@@ -113,8 +114,9 @@ def _fill_awq(parts: Mapping[str, torch.Tensor], out: torch.Tensor, group_size: 
 
 
 def _awq_rows(words: torch.Tensor) -> torch.Tensor:
-    """(n, rows / 8) -> (rows, n): a word holds the codes of 8 rows in the order 0, 2, 4, 6, 1, 3, 5, 7."""
-    from batchgen.weights import dequantize
+    """(n, rows / 8) -> (rows, n), float32."""
+    import torch
 
-    stored = dequantize.unpack(words, AWQ_BITS, words.shape[1] * 8)  # (n, rows), out of order
-    return stored.view(len(words), -1, 2, 4).transpose(2, 3).reshape(len(words), -1).t().contiguous()
+    shifts = torch.tensor(AWQ_SHIFTS, dtype=torch.int32).view(1, -1, 1)
+    codes = (words.t().contiguous().unsqueeze(1) >> shifts) & 15  # (rows / 8, 8, n)
+    return codes.to(torch.float32).flatten(0, 1)
