@@ -84,7 +84,8 @@ def pair_table(values: Sequence[float] | torch.Tensor, *, low_first: bool) -> to
 
 def unpack(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """int32 words (rows, n) -> the first `count` unsigned numbers of each row, in float32; lowest bits first."""
-    stream = words.reshape(-1).view(torch.uint8).view(len(words), -1)  # (rows, 4 n)
+    # a copy: the strides of a single row or column need not be those that a view of bytes asks for
+    stream = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # (rows, 4 n)
     if bits == 3:  # 8 numbers in 3 bytes
         first, second, third = stream.view(len(stream), -1, 3).to(torch.int32).unbind(2)
         triples = first | second << 8 | third << 16
