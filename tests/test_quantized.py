@@ -440,6 +440,7 @@ BROKEN = [
     ("gptq 4", without("qweight"), r"up_proj.g_idx' is stored as I32, but .*'gptq' has no use for it"),
     ("gptq 4 ordered", without("g_idx"), "g_idx', without which"),
     ("gptq 4 ordered", changed("g_idx", fewer), r"g_idx' has shape \(95,\), expected \(96,\)"),
+    ("gptq 3", changed("qweight", fewer), r"qweight' has shape \(8, 160\), expected a multiple of 3 rows"),
     ("awq", changed("scales", fewer), r"scales' has shape \(2, 160\), expected \(3, 160\)"),
     ("awq", changed("qweight", lambda t: t.to(torch.int64)), "qweight' is stored as I64, expected I32"),
     ("bnb int8", without("SCB"), "up_proj.SCB', without which"),
@@ -510,6 +511,35 @@ def test_configurations_that_cannot_be_read_are_refused(
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=message):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("label", ["fp8 blocks", "modelopt", "ct packed 4 ordered", "gptq 4", "awq", "bnb nf4"])
+def test_malformed_configurations_are_refused_and_not_crashed_upon(
+    stored_models: Callable[[str], Path], tmp_path: Path, label: str
+) -> None:
+    shutil.copytree(stored_models(label), tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    quantization = FORMATS[label].config | dict.fromkeys(
+        ("dynamic", "ignore", "sparsity_config", "transform_config", "quantization", "weight_block_size")
+    )
+    refused = 0
+
+    def try_all(given: dict[str, Any]) -> None:
+        nonlocal refused
+        for key, value in list(given.items()):
+            for wrong in (None, 7, -1, True, 1.5, "x", "re:(", [], [1], ["re:("], {}, {"x": 1}, {"(": {}}):
+                given[key] = wrong
+                (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+                try:
+                    open_checkpoint(tmp_path)
+                except ModelError:
+                    refused += 1
+            given[key] = value
+            if isinstance(value, dict):
+                try_all(value)
+
+    try_all(quantization)
+    assert refused >= 12
 
 
 def test_groups_that_have_no_scales_are_refused_when_they_are_read(

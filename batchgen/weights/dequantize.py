@@ -87,6 +87,7 @@ def unpack(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     # a copy: the strides of a single row or column need not be those that a view of bytes asks for
     stream = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # (rows, 4 n)
     if bits == 3:  # 8 numbers in 3 bytes
+        stream = torch.nn.functional.pad(stream, (0, -stream.shape[1] % 3))
         first, second, third = stream.view(len(stream), -1, 3).to(torch.int32).unbind(2)
         triples = first | second << 8 | third << 16
         numbers = (triples.unsqueeze(2) >> torch.arange(0, 24, 3, dtype=torch.int32)) & 7

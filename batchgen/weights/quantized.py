@@ -43,14 +43,21 @@ CODES = ("weight", "qweight", "qzeros", "g_idx", "weight_packed", "SCB", "absmax
 def dequantised(stored: SafetensorsCheckpoint) -> Checkpoint:
     """`stored` itself if it is a plain checkpoint; else one with the tensors of a plain one.
 
-    Everything that the configuration and the headers can say against it is said here, before a weight is read.
+    Everything that the configuration and the headers can say against it is said here, before a weight is read. Lists of
+    layers that were left out are needed for nothing: such a layer is stored as in a plain checkpoint.
     """
     raw = _take_quantization_config(stored)
     recipes: dict[str, Recipe] = {}
     if raw:
         method = _method(stored, raw)
         with stored.byte_reader() as read_bytes:
-            recipes.update(METHODS[method](Stored(stored.path, stored.tensors, read_bytes), raw))
+            try:
+                recipes.update(METHODS[method](Stored(stored.path, stored.tensors, read_bytes), raw))
+            except (ValueError, TypeError, AttributeError, re.error) as error:  # something else where a mapping goes
+                raise ModelError(f"{stored.path}: quantization_config is malformed ({error})") from error
+    for name, recipe in recipes.items():
+        if 0 in recipe.shape:
+            raise ModelError(f"{stored.path}: tensor {name!r} is quantised in the impossible shape {recipe.shape}")
     used = {name for recipe in recipes.values() for name in (*recipe.parts.values(), *recipe.used)}
     _check_rest(stored, set(stored.tensors) - used, raw)
     return QuantizedCheckpoint(stored, recipes, used) if recipes else stored
@@ -67,19 +74,20 @@ def _take_quantization_config(stored: SafetensorsCheckpoint) -> Raw:
         raise ModelError(f"{stored.path}: quantization_config is {raw!r}, expected a JSON object")
     if not raw and (stored.path / MODELOPT).exists():
         raw = {"quant_method": "modelopt", **read_json(stored.path / MODELOPT, "")}
-    return {**raw, **raw.get("quantization", {})} if raw.get("quant_method") == "modelopt" else raw
+    more = raw.get("quantization")
+    return {**raw, **more} if isinstance(more, dict) and raw.get("quant_method") == "modelopt" else raw
 
 
 def _method(stored: SafetensorsCheckpoint, raw: Raw) -> str:
     method = raw.get("quant_method")
     if method is None and (raw.get("load_in_4bit") or raw.get("load_in_8bit")):
         method = "bitsandbytes"  # early files
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         raise ModelError(
             f"{stored.path}: quantised checkpoints with quant_method {method!r} are not supported, expected one of "
             f"{', '.join(METHODS)}"
         )
-    return str(method)
+    return method
 
 
 def _check_rest(stored: SafetensorsCheckpoint, names: Collection[str], raw: Raw) -> None:

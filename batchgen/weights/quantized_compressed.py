@@ -85,7 +85,7 @@ def _scheme(group: object, common_format: str) -> Scheme:
         bits=bits,
         strategy=strategy,
         block=block,
-        symmetric=bool(weights.get("symmetric", True)),
+        symmetric=choice(weights, "symmetric", (True, False), True),
         needs_index=actorder in ("group", "dynamic", "true"),
     )
 

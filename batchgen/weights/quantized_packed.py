@@ -29,7 +29,9 @@ def read_gptq(stored: Stored, raw: Raw) -> Iterator[tuple[str, Recipe]]:
         if len(stored.shape(name)) != 2:
             stored.fail(f"tensor {name!r} has shape {stored.shape(name)}, expected a matrix")
         words, rows = stored.shape(name)
-        columns = words * 32 // bits
+        columns, cut = divmod(words * 32, bits)
+        if cut:
+            stored.fail(f"tensor {name!r} has shape {stored.shape(name)}, expected a multiple of {bits} rows of words")
         group_size = size(given, "group_size", whole=columns)
         grid = (ceil_div(columns, group_size), rows)
         parts = {
@@ -37,7 +39,7 @@ def read_gptq(stored: Stored, raw: Raw) -> Iterator[tuple[str, Recipe]]:
             "scales": stored.need(f"{module}.scales", name, SCALE_DTYPES, grid),
             "zeros": stored.need(f"{module}.qzeros", name, ("I32",), (grid[0], ceil_div(rows * bits, 32))),
         }
-        if given.get("desc_act") or f"{module}.g_idx" in stored.tensors:
+        if choice(given, "desc_act", (True, False), False) or f"{module}.g_idx" in stored.tensors:
             parts["groups"] = stored.need(f"{module}.g_idx", name, ("I32", "I64"), (columns,))
         fill = partial(
             _fill_gptq,

@@ -71,7 +71,7 @@ def choice(raw: Raw, key: str, known: Collection[Any], default: Any = None, kind
     """A key of quantization_config whose value must be one of `known`."""
     value = raw.get(key, default)
     value = value.lower() if isinstance(value, str) else value
-    if isinstance(value, bool) != isinstance(next(iter(known)), bool) or value not in known:
+    if type(value) is not type(next(iter(known))) or value not in known:  # True is no 1
         raise ModelError(
             f"model config: {kind}{key} is {raw.get(key)!r} in quantization_config, which is not supported; expected "
             f"{' or '.join(map(str, known))}"
