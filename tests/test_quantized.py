@@ -130,6 +130,9 @@ def test_parts_of_a_layer_may_lie_in_several_files(tmp_path: Path, label: str) -
     grouped = checkpoint.by_file(checkpoint.names)
     assert len(grouped) > 2
     assert sorted(name for names in grouped for name in names) == sorted(checkpoint.names)
+    codes = {"gptq 4": f"{LAYER}.qweight"}.get(label, f"{LAYER}.weight")  # the largest part: where the reading is
+    with_codes = next(number for number, content in enumerate(tensors) if codes in content)
+    assert [f"{LAYER}.weight" in names for names in grouped].index(True) == with_codes
     seen = [name for names in grouped for name, _ in checkpoint.stream(names)]
     assert sorted(seen) == sorted(checkpoint.names)
     tokens = sequences(331, 12)[0]
@@ -209,6 +212,23 @@ def test_packed_order_of_bits(tmp_path: Path) -> None:
         [-0.75, 0.875, 0.875, -1.0, 0.375, 1.5, -2.25, -0.375],
         [1.0, 3.0, 0.0, 0.0, 0.0, -2.25, 0.0, 0.0],
     ]
+
+
+def test_packed_layers_of_older_files(tmp_path: Path) -> None:
+    """Zero points are bytes, symmetric layers have some too, and an index of -1 stands for none."""
+    tensors = {
+        "a.weight_packed": int32([[0x76543210], [-1]]),  # 0 to 7, and 15s
+        "a.weight_zero_point": torch.tensor([[-8, -7], [0, 7]], dtype=torch.int8),
+        "a.weight_scale": torch.tensor([[1.0, 2.0], [1.0, 1.0]]),
+        "a.weight_shape": torch.tensor([2, 8], dtype=torch.int32),
+        "a.weight_g_idx": torch.full((8,), -1, dtype=torch.int32),
+    }
+    weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 4}
+    write(tmp_path, tensors, compressed("pack-quantized", weights))
+    assert read(tmp_path)["a.weight"].tolist() == [[0, 1, 2, 3, 6, 8, 10, 12], [7, 7, 7, 7, 0, 0, 0, 0]]
+    tensors["a.weight_zero_point"] = torch.zeros(2, 2, dtype=torch.int8)
+    write(tmp_path, tensors, compressed("pack-quantized", {**weights, "symmetric": True}))
+    assert read(tmp_path)["a.weight"].tolist() == [[-8, -7, -6, -5, -8, -6, -4, -2], [7] * 8]
 
 
 def test_nf4_order_of_bits(tmp_path: Path) -> None:
