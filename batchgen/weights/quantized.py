@@ -122,21 +122,12 @@ class QuantizedCheckpoint:
     def stream(
         self, names: Collection[str] | None = None, *, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        import torch
-
         wanted = set(self.names if names is None else names)
         self._stored.check_plain(wanted - set(self._recipes))
         for inside in self.by_file(wanted):
             with self._stored.reader() as read:
                 for name in sorted(inside, key=lambda name: self._main_part(name).start):
-                    recipe = self._recipes.get(name)
-                    if recipe is None:
-                        tensor = read(name)
-                        yield name, tensor if dtype is None else tensor.to(dtype)
-                        continue
-                    tensor = torch.empty(recipe.shape, dtype=dtype or torch.float32)
-                    recipe.fill({role: read(part) for role, part in recipe.parts.items()}, tensor)
-                    yield name, tensor
+                    yield name, self._tensor(name, read, dtype)  # no variable: it would live on beside the next one
 
     def by_file(self, names: Collection[str]) -> list[list[str]]:
         files: dict[str, list[str]] = {}
@@ -146,6 +137,17 @@ class QuantizedCheckpoint:
 
     def fingerprint(self) -> str:
         return self._stored.fingerprint()
+
+    def _tensor(self, name: str, read: Callable[[str], torch.Tensor], dtype: torch.dtype | None) -> torch.Tensor:
+        import torch
+
+        recipe = self._recipes.get(name)
+        if recipe is None:
+            stored = read(name)
+            return stored if dtype is None else stored.to(dtype)
+        tensor = torch.empty(recipe.shape, dtype=dtype or torch.float32)
+        recipe.fill({role: read(part) for role, part in recipe.parts.items()}, tensor)
+        return tensor
 
     def _main_part(self, name: str) -> Tensor:
         recipe = self._recipes.get(name)
