@@ -52,12 +52,13 @@ class Checkpoint(Protocol):
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open what `resolve` returned: a folder with config.json and safetensors, or a .gguf file."""
+    """Open what `resolve` returned: a folder with config.json and safetensors, quantised or not, or a .gguf file."""
     path = Path(path)
     if path.is_dir():
+        from batchgen.weights.quantized import dequantised
         from batchgen.weights.safetensors import SafetensorsCheckpoint
 
-        return SafetensorsCheckpoint(path)
+        return dequantised(SafetensorsCheckpoint(path))
     from batchgen.weights.gguf import GgufCheckpoint
 
     return GgufCheckpoint(path)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from batchgen.errors import ModelError
 from batchgen.weights import add_samples, read_json, regular_file
@@ -19,16 +20,18 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000
-# safetensors dtype -> torch dtype; anything else is a quantised format whose scales would have to be applied.
+HASHED = ("config.json", "generation_config.json", "hf_quant_config.json")  # the last says how ModelOpt quantised
+# safetensors dtype -> torch dtype; anything else is part of a quantised format (weights/quantized.py), or no weight
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Where one tensor lies: bytes [start, end) of its shard file."""
+    """What a header says of one tensor, which lies in bytes [start, end) of its shard file."""
 
     shard: str
     dtype: str
+    shape: tuple[int, ...]
     start: int
     end: int
 
@@ -43,63 +46,96 @@ class SafetensorsCheckpoint:
         self.generation_config: dict[str, Any] = read_json(generation, "") if generation.exists() else {}
         shards, placed = _shards(folder)
         self._headers: dict[str, bytes] = {}
-        self._tensors: dict[str, Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}
         for shard in shards:
             self._headers[shard] = header = _read_header(folder / shard)
             for name, tensor in _parse_header(folder / shard, header).items():
                 if placed.get(name, shard) == shard:  # of a tensor stored twice, the index says which counts
-                    self._tensors[name] = tensor
-        stale = sorted(set(placed) - set(self._tensors))
+                    self.tensors[name] = tensor
+        stale = sorted(set(placed) - set(self.tensors))
         if stale:
             raise ModelError(
                 f"{folder / INDEX} names {len(stale)} tensors that its files do not hold where it says, the first "
                 f"{stale[0]!r} in {placed[stale[0]]!r}; the index is stale or the download mixed two versions: "
                 "download the model again"
             )
-        self.names = tuple(self._tensors)
+        self.names = tuple(self.tensors)
         sizes: Counter[str] = Counter()
-        for tensor in self._tensors.values():
-            sizes[tensor.dtype] += tensor.end - tensor.start
+        for tensor in self.tensors.values():
+            if tensor.dtype in DTYPES:
+                sizes[DTYPES[tensor.dtype]] += tensor.end - tensor.start
         if sizes:
-            stored = sizes.most_common(1)[0][0]
-            self.config["dtype"] = DTYPES.get(stored, stored)  # config.json's own word for it is often outdated
+            self.config["dtype"] = sizes.most_common(1)[0][0]  # config.json's own word for it is often outdated
 
     def stream(
         self, names: Collection[str] | None = None, *, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        from safetensors import safe_open
-
-        wanted = set(self._tensors if names is None else names)
-        for name in sorted(wanted):
-            if self._tensors[name].dtype not in DTYPES:
-                raise ModelError(
-                    f"{self.path / self._tensors[name].shard}: tensor {name!r} is stored as "
-                    f"{self._tensors[name].dtype}; quantised checkpoints are not supported yet, expected one of "
-                    f"{', '.join(DTYPES)}"
-                )
-        for shard in self._headers:
-            inside = [name for name in wanted if self._tensors[name].shard == shard]
-            if not inside:
-                continue
-            with safe_open(str(self.path / shard), framework="pt") as file:
-                for name in sorted(inside, key=lambda name: self._tensors[name].start):
-                    tensor = file.get_tensor(name)
+        wanted = set(self.tensors if names is None else names)
+        self.check_plain(wanted)
+        for inside in self.by_file(wanted):
+            with self.reader() as read:
+                for name in sorted(inside, key=lambda name: self.tensors[name].start):
+                    tensor = read(name)
                     yield name, tensor if dtype is None else tensor.to(dtype)
 
+    def check_plain(self, names: Collection[str]) -> None:
+        """Refuses tensors that are no plain numbers."""
+        for name in sorted(names):
+            if self.tensors[name].dtype not in DTYPES:
+                raise ModelError(
+                    f"{self.path / self.tensors[name].shard}: tensor {name!r} is stored as "
+                    f"{self.tensors[name].dtype}, and nothing says how it is quantised; expected one of "
+                    f"{', '.join(DTYPES)}"
+                )
+
     def by_file(self, names: Collection[str]) -> list[list[str]]:
-        return [[name for name in names if self._tensors[name].shard == shard] for shard in self._headers]
+        return [[name for name in names if self.tensors[name].shard == shard] for shard in self._headers]
+
+    @contextmanager
+    def reader(self) -> Iterator[Callable[[str], torch.Tensor]]:
+        """A function that reads a tensor as it is stored. Files are opened at their first tensor, closed at the end."""
+        from safetensors import safe_open
+
+        with ExitStack() as files:
+            opened: dict[str, Any] = {}
+
+            def read(name: str) -> torch.Tensor:
+                shard = self.tensors[name].shard
+                if shard not in opened:
+                    opened[shard] = files.enter_context(safe_open(str(self.path / shard), framework="pt"))
+                tensor: torch.Tensor = opened[shard].get_tensor(name)
+                return tensor
+
+            yield read
+
+    @contextmanager
+    def byte_reader(self) -> Iterator[Callable[[str], bytes]]:
+        """The same for the bytes of small tensors, needing no torch."""
+        with ExitStack() as files:
+            opened: dict[str, BinaryIO] = {}
+
+            def read(name: str) -> bytes:
+                tensor = self.tensors[name]
+                if tensor.shard not in opened:
+                    opened[tensor.shard] = files.enter_context(open(self.path / tensor.shard, "rb"))
+                opened[tensor.shard].seek(tensor.start)
+                return opened[tensor.shard].read(tensor.end - tensor.start)
+
+            yield read
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
-        for name in ("config.json", "generation_config.json"):
+        for name in HASHED:
             file = self.path / name
             content = file.read_bytes() if file.exists() else b""
+            if not content and name == HASHED[-1]:
+                continue  # other models' fingerprints stay what they were
             digest.update(f"{name} {len(content)}\n".encode())
             digest.update(content)
         for shard, header in self._headers.items():
             digest.update(f"{shard} {len(header)}\n".encode())
             digest.update(header)
-            spans = sorted((t.start, t.end) for t in self._tensors.values() if t.shard == shard)
+            spans = sorted((t.start, t.end) for t in self.tensors.values() if t.shard == shard)
             with open(self.path / shard, "rb") as opened:
                 add_samples(digest, opened, spans)
         return digest.hexdigest()
@@ -151,7 +187,12 @@ def _parse_header(path: Path, header: bytes) -> dict[str, Tensor]:
     try:
         entries = json.loads(header)
         tensors = {
-            name: Tensor(path.name, str(entry["dtype"]), *(data_start + int(o) for o in entry["data_offsets"]))
+            name: Tensor(
+                path.name,
+                str(entry["dtype"]),
+                tuple(int(size) for size in entry["shape"]),
+                *(data_start + int(offset) for offset in entry["data_offsets"]),
+            )
             for name, entry in entries.items()
             if name != "__metadata__"
         }
