@@ -110,7 +110,12 @@ class GgufCheckpoint:
             self._dequantise(info, tensor)
         if self._permuted and name.endswith(("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias")):
             heads = self.config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
-            tensor = _halves_of_pairs(tensor, int(heads))
+            if type(heads) is not int or heads <= 0 or tensor.shape[0] % (2 * heads):
+                raise ModelError(
+                    f"{self.path}: tensor {info.name!r} has {tensor.shape[0]} rows, which are not "
+                    f"pairs of {heads!r} heads"
+                )
+            tensor = _halves_of_pairs(tensor, heads)
         return tensor
 
     def _dequantise(self, info: TensorInfo, out: torch.Tensor) -> None:

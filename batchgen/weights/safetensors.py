@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from batchgen.errors import ModelError
 from batchgen.weights import add_samples, read_json, regular_file
+from batchgen.weights.safetensors_header import read_entries
 
 if TYPE_CHECKING:
     import torch
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+NUMBERED = re.compile(r"model-(?P<number>[0-9]{1,6})-of-(?P<total>[0-9]{1,6})\.safetensors")
 MAX_HEADER_BYTES = 100_000_000
 # safetensors dtype -> torch dtype; anything else is a quantised format whose scales would have to be applied.
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -116,6 +118,8 @@ def _shards(folder: Path) -> tuple[list[str], dict[str, str]]:
     if not (folder / INDEX).exists():
         pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
         hint = f" {pickles[0]} is a pickle, which is never read: convert it to safetensors." if pickles else ""
+        if not (folder / SINGLE).exists() and (numbered := _numbered(folder)):
+            return numbered, {}
         missing = f"{folder} has neither {SINGLE} nor {INDEX}; incomplete download?{hint}"
         regular_file(folder / SINGLE, missing)
         return [SINGLE], {}
@@ -134,6 +138,28 @@ def _shards(folder: Path) -> tuple[list[str], dict[str, str]]:
     return shards, placed
 
 
+def _numbered(folder: Path) -> list[str]:
+    """The files model-00001-of-0000N.safetensors where no index is; all N have to be there. [] where none is."""
+    found = {file.name: match for file in folder.iterdir() if (match := NUMBERED.fullmatch(file.name))}
+    totals = sorted({match["total"] for match in found.values()})
+    if len(totals) > 1:
+        raise ModelError(
+            f"{folder} has no {INDEX}, and files of several models: of {' and of '.join(totals)} shards; remove those "
+            "that do not belong to it"
+        )
+    for total in totals:
+        names = [f"model-{n:0{len(total)}}-of-{total}.safetensors" for n in range(1, int(total) + 1)]
+        missing = [name for name in names if name not in found]
+        if missing or len(found) != len(names):
+            raise ModelError(
+                f"missing shard {', '.join(missing[:1])} in {folder}, which has {len(found)} of {total} and no {INDEX}"
+                "; incomplete download? Download the model again"
+            )
+    for name in found:
+        regular_file(folder / name, f"missing shard {name} in {folder}; incomplete download?")
+    return sorted(found)
+
+
 def _read_header(path: Path) -> bytes:
     size = path.stat().st_size
     with open(path, "rb") as file:
@@ -148,19 +174,7 @@ def _read_header(path: Path) -> bytes:
 
 def _parse_header(path: Path, header: bytes) -> dict[str, Tensor]:
     data_start = 8 + len(header)
-    try:
-        entries = json.loads(header)
-        tensors = {
-            name: Tensor(path.name, str(entry["dtype"]), *(data_start + int(o) for o in entry["data_offsets"]))
-            for name, entry in entries.items()
-            if name != "__metadata__"
-        }
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ModelError(f"{path} has a damaged safetensors header ({error}); incomplete download?") from error
-    size, expected = path.stat().st_size, max((tensor.end for tensor in tensors.values()), default=data_start)
-    if size != expected:
-        raise ModelError(
-            f"missing shard data: {path.name} in {path.parent} has {size} bytes, its header says {expected}; "
-            "incomplete download? Download the model again"
-        )
-    return tensors
+    return {
+        name: Tensor(path.name, entry["dtype"], *(data_start + offset for offset in entry["data_offsets"]))
+        for name, entry in read_entries(path, header).items()
+    }
