@@ -66,7 +66,7 @@ def resolve(path: str, revision: str | None = None, storage_options: Mapping[str
 
     if path.startswith("package:"):
         return _in_package(path)
-    if "://" in path and not path.startswith((hub.SCHEME, "file://", "local://")):
+    if is_remote(path):
         from batchgen.weights import remote
 
         return remote.fetch(path, storage_options or {})
@@ -80,6 +80,11 @@ def resolve(path: str, revision: str | None = None, storage_options: Mapping[str
         "safetensors files, a .gguf file, a hub name like org/name, a URL like s3://bucket/folder, or "
         "package:some_package/file.gguf"
     )
+
+
+def is_remote(path: str) -> bool:
+    """Whether it is in a store that fsspec reaches."""
+    return "://" in path and not path.startswith(("hf://", "file://", "local://"))
 
 
 def _model_file_or_folder(local: Path, path: str) -> Path:

@@ -36,7 +36,7 @@ def fetch(url: str, storage_options: Mapping[str, Any]) -> Path:
     """
     url = url.rstrip("/")
     disk = open_disk(url, storage_options)
-    entries = _entries(url, disk)
+    entries = find(url, storage_options)
     listing = json.dumps([url, *sorted((e.name, e.size, e.etag or e.mtime) for e in entries.values())])
     folder = cache_folder() / hashlib.sha256(listing.encode()).hexdigest()[:32]
     base = url.rpartition("/")[0] if url.endswith(".gguf") else url
@@ -66,8 +66,9 @@ def _matches(name: str, patterns: Collection[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _entries(url: str, disk: Any) -> dict[str, Entry]:
+def find(url: str, storage_options: Mapping[str, Any]) -> dict[str, Entry]:
     """The files at `url` that can be a part of a model, by name; those of folders below are not."""
+    url, disk = url.rstrip("/"), open_disk(url, storage_options)
     found = patiently(url, lambda: disk.stat(url), RETRIES)
     if found is None:
         raise ModelError(f"model path {url!r} does not exist; expected a folder with config.json, or a .gguf file")

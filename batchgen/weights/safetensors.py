@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from batchgen.errors import ModelError
 from batchgen.weights import add_samples, read_json, regular_file
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 NUMBERED = re.compile(r"model-(?P<number>[0-9]{1,6})-of-(?P<total>[0-9]{1,6})\.safetensors")
+PIECE_ELEMENTS = 1 << 20  # converted at a time: stays in cache
+READ_BYTES = 1 << 30  # of one call, which ends at 2 GiB anyway
 MAX_HEADER_BYTES = 100_000_000
 # safetensors dtype -> torch dtype; anything else is a quantised format whose scales would have to be applied.
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -31,6 +35,7 @@ class Tensor:
 
     shard: str
     dtype: str
+    shape: tuple[int, ...]
     start: int
     end: int
 
@@ -69,8 +74,6 @@ class SafetensorsCheckpoint:
     def stream(
         self, names: Collection[str] | None = None, *, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        from safetensors import safe_open
-
         wanted = set(self._tensors if names is None else names)
         for name in sorted(wanted):
             if self._tensors[name].dtype not in DTYPES:
@@ -83,10 +86,9 @@ class SafetensorsCheckpoint:
             inside = [name for name in wanted if self._tensors[name].shard == shard]
             if not inside:
                 continue
-            with safe_open(str(self.path / shard), framework="pt") as file:
+            with open(self.path / shard, "rb", buffering=0) as file:
                 for name in sorted(inside, key=lambda name: self._tensors[name].start):
-                    tensor = file.get_tensor(name)
-                    yield name, tensor if dtype is None else tensor.to(dtype)
+                    yield name, read_tensor(file, self._tensors[name], dtype)
 
     def by_file(self, names: Collection[str]) -> list[list[str]]:
         return [[name for name in names if self._tensors[name].shard == shard] for shard in self._headers]
@@ -105,6 +107,40 @@ class SafetensorsCheckpoint:
             with open(self.path / shard, "rb") as opened:
                 add_samples(digest, opened, spans)
         return digest.hexdigest()
+
+
+def read_tensor(file: FileIO, tensor: Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """A tensor of plain numbers, in `dtype` (None: as stored).
+
+    Read, not mapped: page by page a disk is slower than in long reads. Another dtype is made piece by piece, so that
+    there is never a second copy.
+    """
+    import torch
+
+    stored: torch.dtype = getattr(torch, DTYPES[tensor.dtype])
+    out = torch.empty(tensor.shape, dtype=dtype or stored)
+    flat, at = out.view(-1), tensor.start
+    if out.dtype == stored:
+        _fill(file, at, flat)
+        return out
+    piece = torch.empty(min(PIECE_ELEMENTS, len(flat)), dtype=stored)
+    for target in flat.split(PIECE_ELEMENTS):
+        part = piece[: len(target)]
+        _fill(file, at, part)
+        target.copy_(part)
+        at += part.nbytes
+    return out
+
+
+def _fill(file: FileIO, at: int, tensor: torch.Tensor) -> None:
+    import torch
+
+    left = memoryview(cast("bytearray", tensor.view(torch.uint8).numpy())) if len(tensor) else memoryview(b"")
+    while left:
+        count = os.preadv(file.fileno(), [left[:READ_BYTES]], at)
+        if not count:
+            raise ModelError(f"{file.name!s} became shorter while a tensor was read from it")
+        left, at = left[count:], at + count
 
 
 def _no_config(folder: Path) -> str:
@@ -175,6 +211,8 @@ def _read_header(path: Path) -> bytes:
 def _parse_header(path: Path, header: bytes) -> dict[str, Tensor]:
     data_start = 8 + len(header)
     return {
-        name: Tensor(path.name, entry["dtype"], *(data_start + offset for offset in entry["data_offsets"]))
+        name: Tensor(
+            path.name, entry["dtype"], tuple(entry["shape"]), *(data_start + offset for offset in entry["data_offsets"])
+        )
         for name, entry in read_entries(path, header).items()
     }

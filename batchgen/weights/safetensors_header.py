@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from batchgen.errors import ModelError
 
@@ -69,5 +69,5 @@ def _span(name: str, entry: Any) -> tuple[int, int, str]:
     return start, end, name
 
 
-def _naturals(value: Any) -> bool:
+def _naturals(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 63 for item in value)
