@@ -228,6 +228,18 @@ def test_damaged_gguf_files_end_in_model_errors(tmp_path: Path) -> None:
     assert refused > 200
 
 
+def test_code_beside_a_model_is_never_run(broken: Path) -> None:
+    expected = registry.read_config(open_checkpoint(broken).config)
+    config = json.loads((broken / "config.json").read_text())
+    code = {"auto_map": {"AutoConfig": "modeling.Config", "AutoModelForCausalLM": "modeling.Model"}}
+    (broken / "config.json").write_text(json.dumps({**config, **code}))
+    (broken / "modeling.py").write_text("raise SystemExit('run')")
+    (broken / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+    checkpoint = open_checkpoint(broken)
+    assert registry.read_config(checkpoint.config) == expected
+    assert len(dict(checkpoint.stream())) == 21 and "modeling" not in sys.modules
+
+
 def test_stale_index_is_refused(broken: Path) -> None:
     def rename(placed: dict[str, str]) -> None:
         for name in list(placed):
