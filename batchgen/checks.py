@@ -88,10 +88,12 @@ def _texts(key: str, content: Any) -> Iterator[tuple[str, str]]:
 
 def _check_model(spec: JobSpec) -> None:
     from batchgen import weights
+    from batchgen.weights import hub, remote
 
     path = spec.model.path
-    # what is on the hub is not asked for here; names there have no such suffix
-    if not weights.HUB_NAME.fullmatch(path) or path.endswith(".gguf") or Path(path).exists():
+    if weights.is_remote(path):  # only looked at: nothing is downloaded to check a job
+        remote.find(path, spec.model.storage_options)
+    elif Path(path).exists() or hub.parse(path, spec.model.revision) is None:  # the hub is not asked
         weights.resolve(path)
 
 

@@ -422,6 +422,20 @@ def retry(job: str, params: dict[str, str], overrides: tuple[str, ...], to: str 
         _print_json(retries.retry(spec, to))
 
 
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def models(as_json: bool) -> None:
+    """List the model families and formats that run, and how large a model this machine holds."""
+    from batchgen import supported
+
+    found = supported.describe()
+    if as_json:
+        _print_json(found)
+    else:
+        for line in supported.lines(found):
+            _print(line)
+
+
 @cli.group()
 def bench() -> None:
     """Measure this machine."""

@@ -78,7 +78,9 @@ class Model:
         self._skip_special_tokens = skip_special_tokens
         self._checkpoint: weights.Checkpoint
         if random_weights is None:
-            self._checkpoint = weights.open_checkpoint(weights.resolve(model.path, model.revision))
+            self._checkpoint = weights.open_checkpoint(
+                weights.resolve(model.path, model.revision, model.storage_options)
+            )
         else:
             shapes = registry.tensor_shapes(registry.read_config(random_weights))
             self._checkpoint = RandomCheckpoint(model.path, random_weights, shapes)

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 NOT_SUPPORTED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "task": ("score, embed", lambda value: value != "generate"),
     "model.quantization": ("fp8, int4", lambda value: value not in (None, "int8")),
-    "model.storage_options": ("models in a remote store", bool),
     "sampling.max_tokens": ("0", lambda value: value == 0),
     "sampling.repetition_penalty": ("other than 1", lambda value: value != 1),
     "sampling.presence_penalty": ("other than 0", lambda value: value != 0),
@@ -83,8 +82,10 @@ class ModelSpec(Section):
 
     key = "model"
     path: kinds.Text = Field(
-        description="A Hugging Face folder, a GGUF file, a name on the Hugging Face hub, or "
-        "`package:some_package/file.gguf` for a file inside an installed Python package, found without importing it."
+        description="A Hugging Face folder, a GGUF file; either of them at an fsspec URL such as s3://bucket/folder "
+        "(downloaded into `$BATCHGEN_CACHE`, by default ~/.cache/batchgen); a name on the Hugging Face hub "
+        "(`org/name`, `hf://org/name@revision`, `org/name/file.gguf`); or `package:some_package/file.gguf` for a file "
+        "inside an installed Python package, found without importing it."
     )
     revision: kinds.Text | None = Field(
         default=None, description="Branch, tag or commit on the hub; null is the default."
@@ -109,7 +110,9 @@ class ModelSpec(Section):
     max_model_len: kinds.Count | None = Field(
         default=None, description="Longest prompt plus answer in tokens; null is what the model was made for."
     )
-    storage_options: dict[str, Any] = Field(default={}, description="Options for the store of `path`.")
+    storage_options: dict[str, Any] = Field(
+        default={}, description="Options for the store of `path`, as fsspec takes them. Never written into the results."
+    )
 
 
 class InputSpec(Section):

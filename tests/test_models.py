@@ -158,7 +158,6 @@ RAW = {
         ({"rope_scaling": {"type": "linear", "factor": -1}}, "factor is -1"),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "expected 8 numbers"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "one flat dictionary"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "gptq.*not supported yet"),
         ({"dtype": "F8_E4M3"}, "F8_E4M3 is not supported"),
         ({"architectures": ["MistralForCausalLM"], "num_key_value_heads": 2, "sliding_window": "9"}, "sliding_window"),
     ],

@@ -5,16 +5,18 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
-import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import psutil
 import pytest
 import torch
 from batches import batch
@@ -24,10 +26,11 @@ from tiny import tiny_gguf, tiny_model
 from transformers import AutoModelForCausalLM
 
 from batchgen.attention.reference import ReferenceBackend
-from batchgen.errors import ModelError, PermissionDenied, StorageError
+from batchgen.errors import ModelError
 from batchgen.models import registry
 from batchgen.models.rope import inverse_frequencies
 from batchgen.weights import open_checkpoint, resolve
+from batchgen.weights.gguf_metadata import read_header
 
 INDEX = "model.safetensors.index.json"
 
@@ -89,6 +92,152 @@ def test_damaged_shard_header(broken: Path, content: bytes) -> None:
     shards(broken)[0].write_bytes(content)
     with pytest.raises(ModelError, match="incomplete download"):
         open_checkpoint(broken)
+
+
+HEADERS = {
+    "end before start": {"a": ["F32", [1], [4, 0]]},
+    "negative": {"a": ["F32", [1], [-4, 0]]},
+    "not the shape's size": {"a": ["F32", [2], [0, 4]]},
+    "a hole": {"a": ["F32", [1], [0, 4]], "b": ["F32", [1], [8, 12]]},
+    "a hole in front": {"a": ["F32", [1], [4, 8]]},
+    "overlap": {"a": ["F32", [2], [0, 8]], "b": ["F32", [2], [4, 12]]},
+    "one within another": {"a": ["F32", [4], [0, 16]], "b": ["F32", [1], [4, 8]]},
+    "shape product beyond 64 bits": {"a": ["F32", [1 << 62, 4], [0, 0]]},
+    "offsets beyond 64 bits": {"a": ["F32", [1], [1 << 64, (1 << 64) + 4]]},
+    "fractions": {"a": ["F32", [1.0], [0, 4]]},
+    "truth values": {"a": ["F32", [True], [0, 4]]},
+    "no list": {"a": ["F32", 1, [0, 4]]},
+    "three offsets": {"a": ["F32", [1], [0, 4, 8]]},
+    "unknown dtype": {"a": ["F33", [1], [0, 4]]},
+    "dtype no text": {"a": [["F32"], [1], [0, 4]]},
+    "nine dimensions": {"a": ["F32", [1] * 9, [0, 4]]},
+}
+
+
+@pytest.mark.parametrize("tensors", HEADERS.values(), ids=HEADERS)
+def test_impossible_headers(tmp_path: Path, tensors: dict[str, list[Any]]) -> None:
+    keys = ("dtype", "shape", "data_offsets")
+    entries = {name: dict(zip(keys, entry, strict=True)) for name, entry in tensors.items()}
+    write_shard(tmp_path, json.dumps(entries).encode(), 16)
+    with pytest.raises(ModelError, match="damaged safetensors header"):
+        open_checkpoint(tmp_path)
+
+
+def write_shard(folder: Path, header: bytes, num_bytes: int) -> None:
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(num_bytes))
+
+
+@pytest.mark.parametrize(
+    "header", [b'{"a": 1, "a": 2}', b"[" * 100_000, b'{"a": NaN}', b"\xff{}", b'{"a": null}', b"3"]
+)
+def test_headers_that_are_no_headers(tmp_path: Path, header: bytes) -> None:
+    write_shard(tmp_path, header, 0)
+    with pytest.raises(ModelError, match="damaged safetensors header"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_possible_header_is_read(tmp_path: Path) -> None:
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    empty = {"dtype": "F32", "shape": [0, 7], "data_offsets": [8, 8]}
+    write_shard(tmp_path, json.dumps({"__metadata__": {"format": "pt"}, "b": empty, "a": entry}).encode(), 8)
+    assert {name: tuple(t.shape) for name, t in open_checkpoint(tmp_path).stream()} == {"a": (2,), "b": (0, 7)}
+
+
+def test_numbered_shards_need_no_index_when_all_are_there(broken: Path) -> None:
+    expected = {name: tensor.clone() for name, tensor in open_checkpoint(broken).stream()}
+    (broken / INDEX).unlink()
+    found = dict(open_checkpoint(broken).stream())
+    assert sorted(found) == sorted(expected)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    last = shards(broken)[-1]
+    other = broken / last.name.replace("-of-0", "-of-9")
+    other.write_bytes(last.read_bytes())
+    with pytest.raises(ModelError, match="files of several models"):
+        open_checkpoint(broken)
+    other.unlink()
+    last.unlink()
+    with pytest.raises(ModelError, match=r"missing shard model-.*incomplete download"):
+        open_checkpoint(broken)
+
+
+def mutations(data: bytes, num: int, reach: int) -> Iterator[bytes]:
+    """Copies of a file with a few bytes changed among its first `reach` ones, with bytes cut out, or cut short."""
+    random = np.random.default_rng(0)
+    for _ in range(num):
+        found = bytearray(data)
+        for at in random.integers(0, reach, random.integers(1, 4)):
+            found[at] = random.choice([0, 1, 0x7F, 0x80, 0xFF, int(random.integers(256))])
+        if random.random() < 0.2:
+            at = int(random.integers(reach))
+            del found[at : at + int(random.integers(1, 9))]
+        if random.random() < 0.2:
+            del found[int(random.integers(len(found))) :]
+        yield bytes(found)
+    for _ in range(num // 10):
+        yield random.bytes(int(random.integers(200)))
+
+
+@contextmanager
+def bounded_memory() -> Iterator[None]:
+    """A header that makes its reader take much memory gets none."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (256 << 20), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.timeout(60)
+def test_damaged_safetensors_files_end_in_model_errors(tmp_path: Path) -> None:
+    tensors = {"a": torch.ones(3, 4), "b": torch.ones(5, dtype=torch.bfloat16), "c": torch.ones(2)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text("{}")
+    good, refused = (tmp_path / "model.safetensors").read_bytes(), 0
+    list(open_checkpoint(tmp_path).stream())  # what is imported late, is now
+    with bounded_memory():
+        for data in mutations(good, 1500, len(good) - 66):
+            (tmp_path / "model.safetensors").write_bytes(data)
+            try:
+                checkpoint = open_checkpoint(tmp_path)
+                checkpoint.fingerprint()
+                list(checkpoint.stream())
+            except ModelError:
+                refused += 1
+    assert refused > 1000
+
+
+@pytest.mark.timeout(60)
+def test_damaged_gguf_files_end_in_model_errors(tmp_path: Path) -> None:
+    tiny_gguf(tmp_path / "good.gguf", tiny_model(tmp_path))
+    good, refused = (tmp_path / "good.gguf").read_bytes(), 0
+    head = min(t.offset for t in read_header(tmp_path / "good.gguf").tensors)
+    list(open_checkpoint(tmp_path / "good.gguf").stream())
+    bad = tmp_path / "bad.gguf"
+    with bounded_memory():
+        for data in mutations(good, 1000, head):
+            bad.write_bytes(data)
+            try:
+                checkpoint = open_checkpoint(bad)
+                checkpoint.fingerprint()
+                list(checkpoint.stream())
+                registry.read_config(checkpoint.config)
+            except ModelError:
+                refused += 1
+    assert refused > 200
+
+
+def test_code_beside_a_model_is_never_run(broken: Path) -> None:
+    expected = registry.read_config(open_checkpoint(broken).config)
+    config = json.loads((broken / "config.json").read_text())
+    code = {"auto_map": {"AutoConfig": "modeling.Config", "AutoModelForCausalLM": "modeling.Model"}}
+    (broken / "config.json").write_text(json.dumps({**config, **code}))
+    (broken / "modeling.py").write_text("raise SystemExit('run')")
+    (broken / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+    checkpoint = open_checkpoint(broken)
+    assert registry.read_config(checkpoint.config) == expected
+    assert len(dict(checkpoint.stream())) == 21 and "modeling" not in sys.modules
 
 
 def test_stale_index_is_refused(broken: Path) -> None:
@@ -226,56 +375,7 @@ def test_resolve_local_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert resolve("a.gguf") == tmp_path / "a.gguf"
     with pytest.raises(ModelError, match=f"'b.gguf' does not exist .looked at {tmp_path}/b.gguf"):
         resolve("b.gguf")
-    with pytest.raises(ModelError, match=r"s3:// URL is not supported yet"):
-        resolve("s3://bucket/model")
-
-
-def fake_hub(monkeypatch: pytest.MonkeyPatch, download: Callable[..., str]) -> types.ModuleType:
-    module, errors = types.ModuleType("huggingface_hub"), types.ModuleType("huggingface_hub.errors")
-    kinds = ("HfHubHTTPError", "RepositoryNotFoundError", "RevisionNotFoundError", "GatedRepoError")
-    for kind in kinds:
-        base = {"HfHubHTTPError": OSError, "GatedRepoError": getattr(errors, "RepositoryNotFoundError", OSError)}
-        setattr(errors, kind, type(kind, (base.get(kind, getattr(errors, "HfHubHTTPError", OSError)),), {}))
-    errors.HFValidationError = type("HFValidationError", (ValueError,), {})
-    module.errors, module.snapshot_download = errors, download
-    monkeypatch.setitem(sys.modules, "huggingface_hub", module)
-    return errors
-
-
-def test_resolve_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    asked: list[tuple[str, dict[str, Any]]] = []
-
-    def download(name: str, **options: Any) -> str:
-        asked.append((name, options))
-        if name == "org/there":
-            return str(tmp_path)
-        raise {"org/gated": errors.GatedRepoError, "org/away": ConnectionError}.get(
-            name, errors.RepositoryNotFoundError
-        )("no")
-
-    errors = fake_hub(monkeypatch, download)
-    assert resolve("org/there", revision="abc") == tmp_path
-    name, options = asked[0]
-    assert (name, options["revision"]) == ("org/there", "abc")
-    assert set(options["allow_patterns"]) == {"*.json", "*.safetensors", "*.jinja"}  # no pickle, no code
-    for path, error, message in (
-        ("org/absent", ModelError, "'org/absent' at revision 'abc' is neither a local folder or file nor found"),
-        ("org/gated", PermissionDenied, "gated.*HF_TOKEN"),
-        ("org/away", StorageError, "could not be downloaded"),
-    ):
-        with pytest.raises(error, match=message):
-            resolve(path, revision="abc")
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ModelError, match=r"pip install 'batchgen\[hub\]'"):
-        resolve("org/there")
-
-
-def test_the_real_hub_library_has_the_errors_that_are_caught() -> None:
-    errors = pytest.importorskip("huggingface_hub.errors")
-    for kind in ("HfHubHTTPError", "RepositoryNotFoundError", "RevisionNotFoundError", "GatedRepoError"):
-        assert issubclass(getattr(errors, kind), OSError)
-    assert errors.HFValidationError
+    assert resolve(f"file://{tmp_path}/a.gguf") == tmp_path / "a.gguf"
 
 
 def test_opening_a_model_and_its_fingerprint_need_no_torch(sharded: Path, tmp_path: Path) -> None:

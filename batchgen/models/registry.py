@@ -107,11 +107,7 @@ def _common_form(raw: Raw, family: Family) -> Raw:
             raise ModelError(f"model config: text_config is {inner!r}, expected the language model's configuration")
         raw = {**raw, **inner, "dtype": raw.get("dtype")}
     renamed = {key: raw[own] for key, own in family.keys.items() if raw.get(own) is not None}
-    found = family.adapt({**COMMON_DEFAULTS, **family.defaults, **raw, **renamed})
-    if found.get("quantization_config"):
-        method = dict(found["quantization_config"]).get("quant_method")
-        raise ModelError(f"model config: quantised checkpoints (quant_method {method!r}) are not supported yet")
-    return found
+    return family.adapt({**COMMON_DEFAULTS, **family.defaults, **raw, **renamed})
 
 
 def build(

@@ -9,18 +9,15 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
-from batchgen.errors import ModelError, PermissionDenied, StorageError
+from batchgen.errors import ModelError
 
 if TYPE_CHECKING:
     import torch
 
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
-HUB_SKIPPED = ["*/*", "consolidated*"]  # other copies of the same weights, which no index names
 SAMPLE_BYTES = 4096
 
 
@@ -64,24 +61,31 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     return GgufCheckpoint(path)
 
 
-def resolve(path: str, revision: str | None = None) -> Path:
-    """Turn `model.path` into a local folder or .gguf file; a hub name is downloaded, or found in the hub's cache."""
+def resolve(path: str, revision: str | None = None, storage_options: Mapping[str, Any] | None = None) -> Path:
+    """Turn `model.path` into a local folder or .gguf file; what is elsewhere is downloaded, or found in a cache."""
+    from batchgen.weights import hub
+
     if path.startswith("package:"):
         return _in_package(path)
-    if "://" in path:
-        raise ModelError(
-            f"model path {path!r}: loading a model from a {path.split('://', 1)[0]}:// URL is not supported yet; "
-            "copy it to a local folder and name that"
-        )
-    local = Path(path).expanduser()
+    if is_remote(path):
+        from batchgen.weights import remote
+
+        return remote.fetch(path, storage_options or {})
+    local = Path(re.sub("^(file|local)://", "", path)).expanduser()
     if local.exists():
         return _model_file_or_folder(local, path)
-    if HUB_NAME.fullmatch(path) and local.suffix != ".gguf":
-        return _from_hub(path, revision)
+    if wanted := hub.parse(path, revision):
+        return hub.fetch(path, wanted)
     raise ModelError(
         f"model path {path!r} does not exist (looked at {local.absolute()}); expected a folder with config.json and "
-        "safetensors files, a .gguf file, a hub name like org/name, or package:some_package/file.gguf"
+        "safetensors files, a .gguf file, a hub name like org/name, a URL like s3://bucket/folder, or "
+        "package:some_package/file.gguf"
     )
+
+
+def is_remote(path: str) -> bool:
+    """Whether it is in a store that fsspec reaches."""
+    return "://" in path and not path.startswith(("hf://", "file://", "local://"))
 
 
 def _model_file_or_folder(local: Path, path: str) -> Path:
@@ -106,31 +110,6 @@ def _in_package(path: str) -> Path:
         if found.exists():
             return _model_file_or_folder(found, path)
     raise ModelError(f"model path {path!r}: {rest!r} is not in the installed package (looked in {', '.join(folders)})")
-
-
-def _from_hub(name: str, revision: str | None) -> Path:
-    try:
-        from huggingface_hub import errors, snapshot_download
-    except ImportError as error:
-        raise ModelError(
-            f"model path {name!r} is no local folder or file; to download it from the Hugging Face hub, "
-            "pip install 'batchgen[hub]'"
-        ) from error
-    try:
-        found = snapshot_download(name, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=HUB_SKIPPED)
-    except errors.GatedRepoError as error:
-        raise PermissionDenied(
-            f"model {name!r} on the Hugging Face hub is gated: accept its terms there and set HF_TOKEN"
-        ) from error
-    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
-        what = f" at revision {revision!r}" if revision else ""
-        raise ModelError(
-            f"model path {name!r}{what} is neither a local folder or file nor found on the Hugging Face hub "
-            "(private models need HF_TOKEN)"
-        ) from error
-    except (OSError, errors.HfHubHTTPError) as error:
-        raise StorageError(f"model {name!r} could not be downloaded from the Hugging Face hub: {error}") from error
-    return Path(found)
 
 
 def regular_file(path: Path, missing: str) -> Path:

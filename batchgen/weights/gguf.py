@@ -132,7 +132,15 @@ class GgufCheckpoint:
             self._dequantise(stored, tensor)
         if stored.offset:
             tensor = (tensor - stored.offset).to(dtype or torch.float32)
-        return tensor if stored.change is None else stored.change(tensor, self.config)
+        if stored.change is None:
+            return tensor
+        try:
+            return stored.change(tensor, self.config)
+        except (RuntimeError, ValueError, TypeError, ZeroDivisionError) as error:
+            raise ModelError(
+                f"{stored.path}: tensor {info.name!r} of shape {info.shape} does not fit the metadata's number of "
+                f"heads ({error})"
+            ) from error
 
     def _dequantise(self, stored: _Stored, out: torch.Tensor) -> None:
         """Fill `out` row chunk by row chunk, so that float32 exists for one chunk only."""

@@ -138,15 +138,16 @@ class QuantizedCheckpoint:
     def fingerprint(self) -> str:
         return self._stored.fingerprint()
 
-    def _tensor(self, name: str, read: Callable[[str], torch.Tensor], dtype: torch.dtype | None) -> torch.Tensor:
+    def _tensor(
+        self, name: str, read: Callable[[str, torch.dtype | None], torch.Tensor], dtype: torch.dtype | None
+    ) -> torch.Tensor:
         import torch
 
         recipe = self._recipes.get(name)
         if recipe is None:
-            stored = read(name)
-            return stored if dtype is None else stored.to(dtype)
+            return read(name, dtype)
         tensor = torch.empty(recipe.shape, dtype=dtype or torch.float32)
-        recipe.fill({role: read(part) for role, part in recipe.parts.items()}, tensor)
+        recipe.fill({role: read(part, None) for role, part in recipe.parts.items()}, tensor)
         return tensor
 
     def _main_part(self, name: str) -> Tensor:

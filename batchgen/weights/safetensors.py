@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import os
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from batchgen.errors import ModelError
 from batchgen.weights import add_samples, read_json, regular_file
+from batchgen.weights.safetensors_header import read_entries
 
 if TYPE_CHECKING:
     import torch
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+NUMBERED = re.compile(r"model-(?P<number>[0-9]{1,6})-of-(?P<total>[0-9]{1,6})\.safetensors")
+PIECE_ELEMENTS = 1 << 20  # converted at a time: stays in cache
+READ_BYTES = 1 << 30  # of one call, which ends at 2 GiB anyway
 MAX_HEADER_BYTES = 100_000_000
 HASHED = ("config.json", "generation_config.json", "hf_quant_config.json")  # the last says how ModelOpt quantised
-# safetensors dtype -> torch dtype; anything else is part of a quantised format (weights/quantized.py), or no weight
+# safetensors dtype -> torch dtype: of parts of quantised tensors (weights/quantized.py), and of plain numbers
+PARTS = {
+    **{"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool"},
+    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"},
+}
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -75,8 +85,7 @@ class SafetensorsCheckpoint:
         for inside in self.by_file(wanted):
             with self.reader() as read:
                 for name in sorted(inside, key=lambda name: self.tensors[name].start):
-                    tensor = read(name)
-                    yield name, tensor if dtype is None else tensor.to(dtype)
+                    yield name, read(name, dtype)
 
     def check_plain(self, names: Collection[str]) -> None:
         """Refuses tensors that are no plain numbers."""
@@ -92,19 +101,18 @@ class SafetensorsCheckpoint:
         return [[name for name in names if self.tensors[name].shard == shard] for shard in self._headers]
 
     @contextmanager
-    def reader(self) -> Iterator[Callable[[str], torch.Tensor]]:
-        """A function that reads a tensor as it is stored. Files are opened at their first tensor, closed at the end."""
-        from safetensors import safe_open
-
+    def reader(self) -> Iterator[Callable[[str, torch.dtype | None], torch.Tensor]]:
+        """A function that reads a tensor, in a dtype (None: as it is stored). Files are opened at their first tensor,
+        closed at the end."""
         with ExitStack() as files:
-            opened: dict[str, Any] = {}
+            opened: dict[str, FileIO] = {}
 
-            def read(name: str) -> torch.Tensor:
-                shard = self.tensors[name].shard
-                if shard not in opened:
-                    opened[shard] = files.enter_context(safe_open(str(self.path / shard), framework="pt"))
-                tensor: torch.Tensor = opened[shard].get_tensor(name)
-                return tensor
+            def read(name: str, dtype: torch.dtype | None) -> torch.Tensor:
+                tensor = self.tensors[name]
+                if tensor.shard not in opened:
+                    path = self.path / tensor.shard
+                    opened[tensor.shard] = files.enter_context(open(path, "rb", buffering=0))
+                return read_tensor(opened[tensor.shard], tensor, dtype)
 
             yield read
 
@@ -141,6 +149,40 @@ class SafetensorsCheckpoint:
         return digest.hexdigest()
 
 
+def read_tensor(file: FileIO, tensor: Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """A tensor in `dtype` (None: as stored).
+
+    Read, not mapped: page by page a disk is slower than in long reads. Another dtype is made piece by piece, so that
+    there is never a second copy.
+    """
+    import torch
+
+    stored: torch.dtype = getattr(torch, {**DTYPES, **PARTS}[tensor.dtype])
+    out = torch.empty(tensor.shape, dtype=dtype or stored)
+    flat, at = out.view(-1), tensor.start
+    if out.dtype == stored:
+        _fill(file, at, flat)
+        return out
+    piece = torch.empty(min(PIECE_ELEMENTS, len(flat)), dtype=stored)
+    for target in flat.split(PIECE_ELEMENTS):
+        part = piece[: len(target)]
+        _fill(file, at, part)
+        target.copy_(part)
+        at += part.nbytes
+    return out
+
+
+def _fill(file: FileIO, at: int, tensor: torch.Tensor) -> None:
+    import torch
+
+    left = memoryview(cast("bytearray", tensor.view(torch.uint8).numpy())) if len(tensor) else memoryview(b"")
+    while left:
+        count = os.preadv(file.fileno(), [left[:READ_BYTES]], at)
+        if not count:
+            raise ModelError(f"{file.name!s} became shorter while a tensor was read from it")
+        left, at = left[count:], at + count
+
+
 def _no_config(folder: Path) -> str:
     found = sorted(file.name for file in folder.glob("*.gguf"))
     hint = f"; it holds {found[0]}: name that file as model.path" if found else ""
@@ -152,6 +194,8 @@ def _shards(folder: Path) -> tuple[list[str], dict[str, str]]:
     if not (folder / INDEX).exists():
         pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
         hint = f" {pickles[0]} is a pickle, which is never read: convert it to safetensors." if pickles else ""
+        if not (folder / SINGLE).exists() and (numbered := _numbered(folder)):
+            return numbered, {}
         missing = f"{folder} has neither {SINGLE} nor {INDEX}; incomplete download?{hint}"
         regular_file(folder / SINGLE, missing)
         return [SINGLE], {}
@@ -170,6 +214,28 @@ def _shards(folder: Path) -> tuple[list[str], dict[str, str]]:
     return shards, placed
 
 
+def _numbered(folder: Path) -> list[str]:
+    """The files model-00001-of-0000N.safetensors where no index is; all N have to be there. [] where none is."""
+    found = {file.name: match for file in folder.iterdir() if (match := NUMBERED.fullmatch(file.name))}
+    totals = sorted({match["total"] for match in found.values()})
+    if len(totals) > 1:
+        raise ModelError(
+            f"{folder} has no {INDEX}, and files of several models: of {' and of '.join(totals)} shards; remove those "
+            "that do not belong to it"
+        )
+    for total in totals:
+        names = [f"model-{n:0{len(total)}}-of-{total}.safetensors" for n in range(1, int(total) + 1)]
+        missing = [name for name in names if name not in found]
+        if missing or len(found) != len(names):
+            raise ModelError(
+                f"missing shard {', '.join(missing[:1])} in {folder}, which has {len(found)} of {total} and no {INDEX}"
+                "; incomplete download? Download the model again"
+            )
+    for name in found:
+        regular_file(folder / name, f"missing shard {name} in {folder}; incomplete download?")
+    return sorted(found)
+
+
 def _read_header(path: Path) -> bytes:
     size = path.stat().st_size
     with open(path, "rb") as file:
@@ -184,24 +250,9 @@ def _read_header(path: Path) -> bytes:
 
 def _parse_header(path: Path, header: bytes) -> dict[str, Tensor]:
     data_start = 8 + len(header)
-    try:
-        entries = json.loads(header)
-        tensors = {
-            name: Tensor(
-                path.name,
-                str(entry["dtype"]),
-                tuple(int(size) for size in entry["shape"]),
-                *(data_start + int(offset) for offset in entry["data_offsets"]),
-            )
-            for name, entry in entries.items()
-            if name != "__metadata__"
-        }
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ModelError(f"{path} has a damaged safetensors header ({error}); incomplete download?") from error
-    size, expected = path.stat().st_size, max((tensor.end for tensor in tensors.values()), default=data_start)
-    if size != expected:
-        raise ModelError(
-            f"missing shard data: {path.name} in {path.parent} has {size} bytes, its header says {expected}; "
-            "incomplete download? Download the model again"
+    return {
+        name: Tensor(
+            path.name, entry["dtype"], tuple(entry["shape"]), *(data_start + offset for offset in entry["data_offsets"])
         )
-    return tensors
+        for name, entry in read_entries(path, header).items()
+    }
