@@ -164,6 +164,11 @@ ROWS = {
     "qwen3-moe-window": Row(QWEN3_MOE, "qwen3_moe", {**SMALL_EXPERTS, "use_sliding_window": True, **WINDOW}),
     "gpt-neox": Row(NEOX, "gpt_neox"),
     "gpt-neox-sequential": Row(NEOX, "gpt_neox", {"use_parallel_residual": False, "rotary_pct": 1.0}),
+    "gpt-oss": Row(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        {**WINDOW, "num_local_experts": 5, "num_experts_per_tok": 2, "rope_parameters": {**YARN, "truncate": False}},
+    ),
     "gpt2": Row(GPT2, "gpt2", {"n_embd": 96, "n_layer": 2, "n_head": 6, "n_positions": 64, "n_inner": 160}),
     "cohere": Row(COHERE, "cohere", {"pad_token_id": 0, "logit_scale": 0.4}),
     "cohere-qk-norm": Row(
@@ -281,6 +286,7 @@ def test_deepseek_v3_as_published(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "change", "message"),
     [
+        ("GptOssForCausalLM", {"swiglu_limit": 5.0}, "swiglu_limit 5.0 are not supported"),
         ("FalconForCausalLM", {"alibi": True}, "alibi is not supported"),
         ("GPT2LMHeadModel", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, "no_rope_layers is .1., expected 2 times"),

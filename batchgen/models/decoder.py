@@ -90,6 +90,7 @@ class DecoderLayer:
         spec = config.layers[index]
         self.projection = (Projection if config.latent is None else LatentProjection)(config, spec, linear, empty)
         self.out = linear(spec.num_heads * spec.value_size, (config.hidden_size,), bias=config.out_bias)
+        self.sinks = empty(spec.num_heads, dtype=torch.float32) if spec.sinks else None
         sparse = bool(config.expert_layers) and config.expert_layers[index]
         self.mlp: Mlp | Experts = experts(config) if sparse else Mlp(config, linear)
 
@@ -99,6 +100,8 @@ class DecoderLayer:
             if norm is not None:
                 yield from norm.places(layout.names[place])
         yield from self.projection.places(layout)
+        if self.sinks is not None:
+            yield layout.names["sinks"], Place(tuple(self.sinks.shape), self.sinks.copy_, wide=True)
         yield from linear_places(self.out, layout.names["out"], transposed=layout.transposed)
         yield from self.mlp.places(layout)
 
@@ -174,7 +177,7 @@ class Decoder:
                 query, residual = query.index_select(0, sample_rows), residual.index_select(0, sample_rows)
                 normed = normed.index_select(0, sample_rows) if config.parallel else normed
                 attended = sample_metadata
-            context = self.backend.attend(index, query, attended)  # (num_tokens, num_heads, value_size)
+            context = self.backend.attend(index, query, attended, layer.sinks)  # (num_tokens, num_heads, value_size)
             update = self._finished(layer.attn_out, layer.out(context.reshape(len(query), -1)))
             if config.parallel:
                 normed = normed if layer.mlp_in is None else layer.mlp_in(ops, residual)

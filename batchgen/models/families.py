@@ -124,6 +124,7 @@ MIXTRAL = _changed(
 )
 GPT_OSS = _changed(
     LLAMA,
+    sinks="layers.{}.self_attn.sinks",
     router="layers.{}.mlp.router",
     experts_gate_up="layers.{}.mlp.experts.gate_up_proj",
     experts_down="layers.{}.mlp.experts.down_proj",
@@ -391,6 +392,18 @@ def _deepseek_fields(raw: Raw) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(raw: dict[str, Any]) -> dict[str, Any]:
+    if (raw["swiglu_alpha"], raw["swiglu_limit"]) != (1.702, 7.0):
+        raise ModelError(
+            f"model config: swiglu_alpha {raw['swiglu_alpha']!r} and swiglu_limit {raw['swiglu_limit']!r} are not "
+            "supported, expected 1.702 and 7.0"
+        )
+    if not rope_dictionary(raw):
+        yarn = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+        raw = {**raw, "rope_scaling": yarn}
+    return {**raw, "hidden_act": "clamped_swiglu"}
+
+
 ATTENTION_BIAS = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
 NO_BIAS: Raw = {"attention_bias": False, "mlp_bias": False}
 QWEN: Raw = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
@@ -625,6 +638,25 @@ FAMILIES: Mapping[str, Family] = {
         more=mixtures.qwen2_moe,
         windows=_every_other_slides,
         defaults={**QWEN, **QWEN_EXPERTS, "qkv_bias": True, "num_local_experts": 60, "num_experts_per_tok": 4},
+    ),
+    "GptOssForCausalLM": Family(
+        known_for="gpt-oss-20b, gpt-oss-120b",
+        layout=lambda config: GPT_OSS,
+        adapt=_gpt_oss,
+        flags=ATTENTION_BIAS,
+        more=mixtures.gpt_oss,
+        windows=_periodic_windows,
+        attention=lambda raw: {"sinks": True},
+        defaults={
+            "attention_bias": True,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150_000.0,
+            "sliding_window": 128,
+            "sliding_window_pattern": 2,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+        },
     ),
     "Qwen3MoeForCausalLM": Family(
         known_for="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
