@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from batchgen.cli import cli
 from batchgen.models.families import FAMILIES
+from batchgen.supported import FORMATS
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 
@@ -22,7 +23,7 @@ def test_people_and_programs_get_the_same() -> None:
     result = CliRunner().invoke(cli, ["models", "--json"], obj={})
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert set(found["families"]) == set(FAMILIES) and set(found["formats"]) == {"safetensors", "gguf"}
+    assert set(found["families"]) == set(FAMILIES) and set(found["formats"]) == set(FORMATS)
     here = found["machine"]
     assert here["free_bytes"] > 0
     largest = here["largest_parameters"]
