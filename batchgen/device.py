@@ -13,9 +13,18 @@ from batchgen.errors import BatchgenError, Interrupted
 
 Array = npt.NDArray[Any]
 
-OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory")  # of CUDA, and torch's CPU allocator
+# of CUDA, cuBLAS, and torch's CPU allocator; in lower case, as what is below
+OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "cublas_status_alloc_failed")
 # What a GPU says of a program that went wrong rather than of itself: to run it again would end in the same way
-OUR_FAULT = ("illegal memory access", "device-side assert", "misaligned address", "illegal instruction", "invalid")
+OF_A_GPU = ("cuda error", "hip error", "triton error")
+OUR_FAULT = (
+    "illegal memory access",
+    "device-side assert",
+    "misaligned address",
+    "illegal instruction",
+    "invalid",
+    "not_supported",
+)
 
 
 class Device(Protocol):
@@ -143,15 +152,15 @@ class Cuda:
 def is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
+    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in OUT_OF_MEMORY)
 
 
 def device_error(error: Exception) -> BatchgenError | None:
     """What an error of the GPU itself means for the job; None where it is none of these."""
-    if not isinstance(error, RuntimeError) or not any(text in str(error) for text in ("CUDA error", "HIP error")):
+    if not isinstance(error, RuntimeError) or not any(text in str(error).lower() for text in OF_A_GPU):
         return None
     first = str(error).splitlines()[0]
-    if any(text in first for text in OUR_FAULT):
+    if any(text in first.lower() for text in OUR_FAULT):
         return BatchgenError(f"a kernel failed on the GPU: {first}; progress is saved, please report it")
     return Interrupted(
         f"the GPU was lost: {first}; progress is saved, run the same command again, on another machine if this comes "

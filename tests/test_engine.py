@@ -290,7 +290,9 @@ def test_the_host_prepares_a_step_while_the_device_is_at_another(
         ("CUDA error: unspecified launch failure\nCUDA kernel errors might be", Interrupted),
         ("CUDA error: uncorrectable ECC error encountered", Interrupted),
         ("HIP error: the operation cannot be performed in the present state", Interrupted),
+        ("Triton Error [CUDA]: unspecified launch failure", Interrupted),
         ("CUDA error: an illegal memory access was encountered", BatchgenError),
+        ("CUDA error: CUBLAS_STATUS_INVALID_VALUE when calling `cublasGemmEx`", BatchgenError),
     ],
 )
 def test_a_device_that_dies_is_told_from_a_bug(

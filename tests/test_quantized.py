@@ -282,6 +282,29 @@ def test_mxfp4_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
     assert torch.equal(read(tmp_path, torch.bfloat16)["e.down_proj"], convert_moe_packed_tensors(blocks, scales))
 
 
+def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    model = tiny_model(tmp_path, "gpt_oss", num_local_experts=5, num_experts_per_tok=2, sliding_window=9)
+    tensors = load_file(tmp_path / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
+        num_experts, inputs, outputs = tensors.pop(name).shape
+        groups = (num_experts, outputs, inputs // 32)
+        blocks = torch.randint(0, 256, (*groups, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(121, 125, groups, dtype=torch.uint8, generator=generator)
+        with torch.no_grad():
+            model.get_parameter(name).copy_(convert_moe_packed_tensors(blocks, scales))
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tokens = sequences(model.config.vocab_size, 30)[0]
+    logits = Harness(tmp_path, max_model_len=64).step({0: tokens})[0]
+    torch.testing.assert_close(logits, reference_logits(model, tokens), atol=1e-4, rtol=0)
+
+
 # --- float8 in the shapes and places that it comes in
 
 

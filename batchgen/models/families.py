@@ -7,248 +7,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from batchgen.errors import ModelError
-from batchgen.models import mixtures
-from batchgen.models.config import LatentConfig, ModelConfig, RopeConfig
+from batchgen.models import layouts, mixtures, positions
+from batchgen.models.config import LatentConfig, ModelConfig
 from batchgen.models.fields import (
     Raw,
     integer,
-    layer_types,
     number,
     optional_number,
-    read_rope,
     rope_dictionary,
 )
 from batchgen.models.layers import Layout
 from batchgen.models.rope import yarn_mscale
-
-Windows = list[int | None]  # of each layer
-Ropes = tuple[tuple[RopeConfig, ...], tuple[int, ...]]  # and which of them each layer has
-
-
-# --- where a family's tensors are ---
-
-LLAMA = Layout(
-    {
-        "embedding": "embed_tokens",
-        "norm": "norm",
-        "head": "lm_head",
-        "attn_in": "layers.{}.input_layernorm",
-        "q": "layers.{}.self_attn.q_proj",
-        "k": "layers.{}.self_attn.k_proj",
-        "v": "layers.{}.self_attn.v_proj",
-        "q_norm": "layers.{}.self_attn.q_norm",
-        "k_norm": "layers.{}.self_attn.k_norm",
-        "out": "layers.{}.self_attn.o_proj",
-        "mlp_in": "layers.{}.post_attention_layernorm",
-        "gate": "layers.{}.mlp.gate_proj",
-        "up": "layers.{}.mlp.up_proj",
-        "down": "layers.{}.mlp.down_proj",
-    }
-)
-
-
-def _changed(layout: Layout, **names: str) -> Layout:
-    return replace(layout, names={**layout.names, **names})
-
-
-SANDWICH = _changed(
-    LLAMA,
-    attn_out="layers.{}.post_attention_layernorm",
-    mlp_in="layers.{}.pre_feedforward_layernorm",
-    mlp_out="layers.{}.post_feedforward_layernorm",
-)
-PHI3 = _changed(LLAMA, qkv="layers.{}.self_attn.qkv_proj", gate_up="layers.{}.mlp.gate_up_proj")
-STARCODER2 = _changed(LLAMA, up="layers.{}.mlp.c_fc", down="layers.{}.mlp.c_proj")
-GPT_NEOX = Layout(
-    {
-        "embedding": "embed_in",
-        "norm": "final_layer_norm",
-        "head": "embed_out",
-        "attn_in": "layers.{}.input_layernorm",
-        "qkv": "layers.{}.attention.query_key_value",
-        "out": "layers.{}.attention.dense",
-        "mlp_in": "layers.{}.post_attention_layernorm",
-        "up": "layers.{}.mlp.dense_h_to_4h",
-        "down": "layers.{}.mlp.dense_4h_to_h",
-    },
-    grouped=True,
-)
-GPT2 = Layout(
-    {
-        "embedding": "wte",
-        "positions": "wpe",
-        "norm": "ln_f",
-        "head": "lm_head",
-        "attn_in": "h.{}.ln_1",
-        "qkv": "h.{}.attn.c_attn",
-        "out": "h.{}.attn.c_proj",
-        "mlp_in": "h.{}.ln_2",
-        "up": "h.{}.mlp.c_fc",
-        "down": "h.{}.mlp.c_proj",
-    },
-    transposed=True,
-)
-FALCON = Layout(
-    {
-        "embedding": "word_embeddings",
-        "norm": "ln_f",
-        "head": "lm_head",
-        "attn_in": "h.{}.input_layernorm",
-        "qkv": "h.{}.self_attention.query_key_value",
-        "out": "h.{}.self_attention.dense",
-        "mlp_in": "h.{}.post_attention_layernorm",
-        "up": "h.{}.mlp.dense_h_to_4h",
-        "down": "h.{}.mlp.dense_4h_to_h",
-    },
-    grouped=True,
-)
-FALCON_TWO_NORMS = _changed(FALCON, attn_in="h.{}.ln_attn", mlp_in="h.{}.ln_mlp")
-
-QWEN_MOE = _changed(
-    LLAMA,
-    router="layers.{}.mlp.gate",
-    expert_gate="layers.{}.mlp.experts.{expert}.gate_proj",
-    expert_up="layers.{}.mlp.experts.{expert}.up_proj",
-    expert_down="layers.{}.mlp.experts.{expert}.down_proj",
-    shared_gate="layers.{}.mlp.shared_expert.gate_proj",
-    shared_up="layers.{}.mlp.shared_expert.up_proj",
-    shared_down="layers.{}.mlp.shared_expert.down_proj",
-    shared_weight="layers.{}.mlp.shared_expert_gate",
-)
-MIXTRAL = _changed(
-    LLAMA,
-    router="layers.{}.block_sparse_moe.gate",
-    expert_gate="layers.{}.block_sparse_moe.experts.{expert}.w1",
-    expert_up="layers.{}.block_sparse_moe.experts.{expert}.w3",
-    expert_down="layers.{}.block_sparse_moe.experts.{expert}.w2",
-)
-GPT_OSS = _changed(
-    LLAMA,
-    sinks="layers.{}.self_attn.sinks",
-    router="layers.{}.mlp.router",
-    experts_gate_up="layers.{}.mlp.experts.gate_up_proj",
-    experts_down="layers.{}.mlp.experts.down_proj",
-)
-DEEPSEEK_MOE = _changed(
-    QWEN_MOE,
-    choice_bias="layers.{}.mlp.gate.e_score_correction_bias",
-    shared_gate="layers.{}.mlp.shared_experts.gate_proj",
-    shared_up="layers.{}.mlp.shared_experts.up_proj",
-    shared_down="layers.{}.mlp.shared_experts.down_proj",
-)
-DEEPSEEK = _changed(
-    DEEPSEEK_MOE,
-    query_down="layers.{}.self_attn.q_a_proj",
-    query_down_norm="layers.{}.self_attn.q_a_layernorm",
-    query_up="layers.{}.self_attn.q_b_proj",
-    kv_down="layers.{}.self_attn.kv_a_proj_with_mqa",
-    kv_down_norm="layers.{}.self_attn.kv_a_layernorm",
-    kv_up="layers.{}.self_attn.kv_b_proj",
-)
-
-
-# --- how a family's configuration is read ---
-
-
-def _no_windows(raw: Raw, num_layers: int) -> Windows:
-    return [None] * num_layers
-
-
-def _one_window(raw: Raw, num_layers: int) -> Windows:
-    return [raw["sliding_window"]] * num_layers
-
-
-def _last_layers_slide(raw: Raw, num_layers: int) -> Windows:
-    """Qwen's: all layers from `max_window_layers` on. Off unless asked for."""
-    window = raw["sliding_window"] if raw["use_sliding_window"] else None
-    if window is None:
-        return [None] * num_layers
-    first = raw["max_window_layers"]
-    default = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]
-    return [window if kind == "sliding_attention" else None for kind in layer_types(raw, num_layers, default)]
-
-
-def _every_other_slides(raw: Raw, num_layers: int) -> Windows:
-    """Qwen2-MoE's: of the first `max_window_layers`, the first, third and so on. Off unless asked for."""
-    if not raw["use_sliding_window"]:
-        return [None] * num_layers
-    slides = [layer % 2 == 0 and layer < raw["max_window_layers"] for layer in range(num_layers)]
-    default = ["sliding_attention" if slide else "full_attention" for slide in slides]
-    return [
-        integer(raw, "sliding_window") if kind == "sliding_attention" else None
-        for kind in layer_types(raw, num_layers, default)
-    ]
-
-
-def _one_window_if_asked(raw: Raw, num_layers: int) -> Windows:
-    return [raw["sliding_window"] if raw["use_sliding_window"] else None] * num_layers
-
-
-def _every(raw: Raw, num_layers: int, period: int) -> list[str]:
-    """The types of layers where the last one of each period attends to everything."""
-    default = ["full_attention" if (layer + 1) % period == 0 else "sliding_attention" for layer in range(num_layers)]
-    return layer_types(raw, num_layers, default)
-
-
-def _period(raw: Raw) -> int:
-    return integer(raw, "sliding_window_pattern")
-
-
-def _periodic_windows(raw: Raw, num_layers: int) -> Windows:
-    kinds = _every(raw, num_layers, _period(raw))
-    return [integer(raw, "sliding_window") if kind == "sliding_attention" else None for kind in kinds]
-
-
-def _one_rope(raw: Raw, head_dim: int, num_layers: int, interleaved: bool = False) -> Ropes:
-    return (read_rope(raw, rope_dictionary(raw), head_dim, interleaved=interleaved),), (0,) * num_layers
-
-
-def _interleaved_rope(raw: Raw, head_dim: int, num_layers: int) -> Ropes:
-    return _one_rope(raw, head_dim, num_layers, interleaved=True)
-
-
-def _no_rope(raw: Raw, head_dim: int, num_layers: int) -> Ropes:
-    return (NO_ROPE,), (0,) * num_layers
-
-
-NO_ROPE = RopeConfig(theta=1.0, rotary_dim=2, scaling=(("rope_type", "none"),))
-
-
-def _ropes_by_type(raw: Raw, head_dim: int, num_layers: int) -> Ropes:
-    """One for layers that attend to everything, one for those with a window, which scaling leaves alone: both in
-    `rope_parameters`, or in the older keys."""
-    given = rope_dictionary(raw)
-    if not any(kind in given for kind in ("full_attention", "sliding_attention")):
-        local = raw.get("rope_local_base_freq", raw["rope_theta"])
-        given = {"full_attention": given, "sliding_attention": {"rope_theta": local}}
-    kinds = _every(raw, num_layers, _period(raw))
-    order = sorted(set(kinds))
-    return (
-        tuple(read_rope(raw, given.get(kind) or {}, head_dim) for kind in order),
-        tuple(order.index(kind) for kind in kinds),
-    )
-
-
-def _some_without_rope(raw: Raw, head_dim: int, num_layers: int) -> Ropes:
-    """SmolLM3's: `no_rope_layers` holds a 1 for each layer that has positions."""
-    interval = integer(raw, "no_rope_layer_interval")
-    flags = raw.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(num_layers)]
-    if not isinstance(flags, list | tuple) or len(flags) != num_layers:
-        raise ModelError(f"model config: no_rope_layers is {flags!r}, expected {num_layers} times 0 or 1")
-    (rope,), _ = _one_rope(raw, head_dim, num_layers)
-    return (rope, NO_ROPE), tuple(0 if flag else 1 for flag in flags)
-
-
-def _windows_without_rope(raw: Raw, num_layers: int) -> Windows:
-    """SmolLM3's: where windows are asked for, layers without positions have them."""
-    if not raw["use_sliding_window"] or raw["sliding_window"] is None:
-        return [None] * num_layers
-    _, ropes = _some_without_rope(raw, 2, num_layers)
-    default = ["sliding_attention" if rope else "full_attention" for rope in ropes]
-    return [
-        integer(raw, "sliding_window") if kind == "sliding_attention" else None
-        for kind in layer_types(raw, num_layers, default)
-    ]
 
 
 def _nothing(raw: Raw) -> dict[str, Any]:
@@ -271,7 +40,7 @@ class Family:
     """
 
     known_for: str
-    layout: Callable[[ModelConfig], Layout] = lambda config: LLAMA
+    layout: Callable[[ModelConfig], Layout] = lambda config: layouts.LLAMA
     prefixes: tuple[tuple[str, str], ...] = (("model.", ""),)
     ignorable: tuple[str, ...] = ()  # patterns of tensor names, in which {num_layers} stands for that number
     text_config: bool = False  # the language model's configuration is a part of its own
@@ -281,8 +50,8 @@ class Family:
     fields: Mapping[str, Any] = field(default_factory=dict)
     flags: Mapping[str, str] = field(default_factory=dict)
     more: Callable[[Raw], dict[str, Any]] = _nothing
-    windows: Callable[[Raw, int], Windows] = _no_windows
-    ropes: Callable[[Raw, int, int], Ropes] = _one_rope
+    windows: Callable[[Raw, int], positions.Windows] = positions.no_windows
+    ropes: Callable[[Raw, int, int], positions.Ropes] = positions.one_rope
     attention: Callable[[Raw], dict[str, Any]] = _nothing
 
 
@@ -358,7 +127,7 @@ def _falcon_norms(raw: Raw) -> dict[str, Any]:
 
 
 def _falcon_layout(config: ModelConfig) -> Layout:
-    return FALCON_TWO_NORMS if config.parallel and "mlp_in" in config.norms else FALCON
+    return layouts.FALCON_TWO_NORMS if config.parallel and "mlp_in" in config.norms else layouts.FALCON
 
 
 def _deepseek(raw: dict[str, Any]) -> dict[str, Any]:
@@ -369,8 +138,10 @@ def _deepseek(raw: dict[str, Any]) -> dict[str, Any]:
     return _one_key_a_head({**raw, "head_dim": head_dim})
 
 
-def _deepseek_rope(raw: Raw, head_dim: int, num_layers: int) -> Ropes:
-    return _one_rope(raw, integer(raw, "qk_rope_head_dim"), num_layers, interleaved=bool(raw["rope_interleave"]))
+def _deepseek_rope(raw: Raw, head_dim: int, num_layers: int) -> positions.Ropes:
+    return positions.one_rope(
+        raw, integer(raw, "qk_rope_head_dim"), num_layers, interleaved=bool(raw["rope_interleave"])
+    )
 
 
 def _deepseek_attention(raw: Raw) -> dict[str, Any]:
@@ -444,14 +215,14 @@ DEEPSEEK_DEFAULTS: Raw = {
 }
 GEMMA3_TEXT = Family(
     known_for="Gemma 3",
-    layout=lambda config: SANDWICH,
+    layout=lambda config: layouts.SANDWICH,
     keys={"hidden_act": "hidden_activation"},
     defaults=GEMMA3,
     fields={**GEMMA, "norms": FOUR_NORMS, "qk_norm": "head"},
     flags=ATTENTION_BIAS,
     more=_gemma_fields,
-    windows=_periodic_windows,
-    ropes=_ropes_by_type,
+    windows=positions.periodic_windows,
+    ropes=positions.ropes_by_type,
     attention=_gemma_scale,
 )
 
@@ -462,16 +233,16 @@ FAMILIES: Mapping[str, Family] = {
         defaults={**NO_BIAS, "num_key_value_heads": None},
     ),
     "MistralForCausalLM": Family(
-        known_for="Mistral 7B, Nemo, Small", windows=_one_window, defaults={"sliding_window": 4096}
+        known_for="Mistral 7B, Nemo, Small", windows=positions.one_window, defaults={"sliding_window": 4096}
     ),
     "Qwen2ForCausalLM": Family(
-        known_for="Qwen2, Qwen2.5", fields={"qkv_bias": True}, windows=_last_layers_slide, defaults=QWEN
+        known_for="Qwen2, Qwen2.5", fields={"qkv_bias": True}, windows=positions.last_layers_slide, defaults=QWEN
     ),
     "Qwen3ForCausalLM": Family(
         known_for="Qwen3",
         fields={"qk_norm": "head"},
         flags=ATTENTION_BIAS,
-        windows=_last_layers_slide,
+        windows=positions.last_layers_slide,
         defaults={**NO_BIAS, **QWEN, "head_dim": 128},
     ),
     "GemmaForCausalLM": Family(
@@ -485,13 +256,13 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "Gemma2ForCausalLM": Family(
         known_for="Gemma 2",
-        layout=lambda config: SANDWICH,
+        layout=lambda config: layouts.SANDWICH,
         keys={"hidden_act": "hidden_activation"},
         defaults=GEMMA2,
         fields={**GEMMA, "norms": FOUR_NORMS},
         flags=ATTENTION_BIAS,
         more=_gemma_fields,
-        windows=_periodic_windows,
+        windows=positions.periodic_windows,
         attention=_gemma_scale,
     ),
     "Gemma3ForCausalLM": GEMMA3_TEXT,
@@ -504,16 +275,16 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "Phi3ForCausalLM": Family(
         known_for="Phi-3, Phi-3.5, Phi-4, Phi-4-mini",
-        layout=lambda config: PHI3,
+        layout=lambda config: layouts.PHI3,
         adapt=_longrope_by_other_names,
-        windows=_one_window,
+        windows=positions.one_window,
         defaults={"num_key_value_heads": None, "sliding_window": None, "rms_norm_eps": 1e-5},
     ),
     "SmolLM3ForCausalLM": Family(
         known_for="SmolLM3",
         flags={**ATTENTION_BIAS, "mlp_bias": "mlp_bias"},
-        windows=_windows_without_rope,
-        ropes=_some_without_rope,
+        windows=positions.windows_without_rope,
+        ropes=positions.some_without_rope,
         defaults={
             **NO_BIAS,
             "tie_word_embeddings": True,
@@ -525,18 +296,18 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "Olmo2ForCausalLM": Family(
         known_for="OLMo 2",
-        layout=lambda config: SANDWICH,
+        layout=lambda config: layouts.SANDWICH,
         fields={"norms": ("attn_out", "mlp_out"), "qk_norm": "all"},
         flags=ATTENTION_BIAS,
         defaults={**NO_BIAS, "num_key_value_heads": None, "rms_norm_eps": 1e-5},
     ),
     "Olmo3ForCausalLM": Family(
         known_for="OLMo 3",
-        layout=lambda config: SANDWICH,
+        layout=lambda config: layouts.SANDWICH,
         fields={"norms": ("attn_out", "mlp_out"), "qk_norm": "all"},
         flags=ATTENTION_BIAS,
-        windows=_periodic_windows,
-        ropes=_ropes_by_type,
+        windows=positions.periodic_windows,
+        ropes=positions.ropes_by_type,
         defaults={
             **NO_BIAS,
             "num_key_value_heads": None,
@@ -562,11 +333,11 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "Starcoder2ForCausalLM": Family(
         known_for="StarCoder2",
-        layout=lambda config: STARCODER2,
+        layout=lambda config: layouts.STARCODER2,
         keys={"rms_norm_eps": "norm_epsilon"},
         fields={**LAYER_NORM, "gated": False},
         flags={"qkv_bias": "use_bias", "out_bias": "use_bias", "mlp_bias": "use_bias"},
-        windows=_one_window,
+        windows=positions.one_window,
         defaults={
             "use_bias": True,
             "sliding_window": None,
@@ -578,7 +349,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "GPTNeoXForCausalLM": Family(
         known_for="GPT-NeoX 20B, Pythia",
-        layout=lambda config: GPT_NEOX,
+        layout=lambda config: layouts.GPT_NEOX,
         prefixes=(("gpt_neox.", ""),),
         keys={"rms_norm_eps": "layer_norm_eps", "rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
         fields={**LAYER_NORM, **BIASES, "gated": False},
@@ -594,7 +365,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "GPT2LMHeadModel": Family(
         known_for="GPT-2",
-        layout=lambda config: GPT2,
+        layout=lambda config: layouts.GPT2,
         prefixes=(("transformer.", ""), ("", "")),
         keys={
             "hidden_size": "n_embd",
@@ -607,7 +378,7 @@ FAMILIES: Mapping[str, Family] = {
         },
         adapt=_gpt2,
         fields={**LAYER_NORM, **BIASES, "gated": False, "learned_positions": True},
-        ropes=_no_rope,
+        ropes=positions.no_rope,
         defaults={
             "scale_attn_weights": True,
             "scale_attn_by_inverse_layer_idx": False,
@@ -618,9 +389,9 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "MixtralForCausalLM": Family(
         known_for="Mixtral 8x7B, 8x22B",
-        layout=lambda config: MIXTRAL,
+        layout=lambda config: layouts.MIXTRAL,
         more=mixtures.mixtral,
-        windows=_one_window,
+        windows=positions.one_window,
         defaults={
             "num_key_value_heads": 8,
             "sliding_window": None,
@@ -633,19 +404,19 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen2MoeForCausalLM": Family(
         known_for="Qwen1.5-MoE, Qwen2-57B-A14B",
         keys=COUNT_OF_EXPERTS,
-        layout=lambda config: QWEN_MOE,
+        layout=lambda config: layouts.QWEN_MOE,
         flags={"qkv_bias": "qkv_bias"},
         more=mixtures.qwen2_moe,
-        windows=_every_other_slides,
+        windows=positions.every_other_slides,
         defaults={**QWEN, **QWEN_EXPERTS, "qkv_bias": True, "num_local_experts": 60, "num_experts_per_tok": 4},
     ),
     "GptOssForCausalLM": Family(
         known_for="gpt-oss-20b, gpt-oss-120b",
-        layout=lambda config: GPT_OSS,
+        layout=lambda config: layouts.GPT_OSS,
         adapt=_gpt_oss,
         flags=ATTENTION_BIAS,
         more=mixtures.gpt_oss,
-        windows=_periodic_windows,
+        windows=positions.periodic_windows,
         attention=lambda raw: {"sinks": True},
         defaults={
             "attention_bias": True,
@@ -661,17 +432,17 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen3MoeForCausalLM": Family(
         known_for="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
         keys=COUNT_OF_EXPERTS,
-        layout=lambda config: QWEN_MOE,
+        layout=lambda config: layouts.QWEN_MOE,
         fields={"qk_norm": "head"},
         flags=ATTENTION_BIAS,
         more=mixtures.qwen3_moe,
-        windows=_one_window_if_asked,
+        windows=positions.one_window_if_asked,
         defaults={**NO_BIAS, **QWEN, **QWEN_EXPERTS, "num_local_experts": 128, "num_experts_per_tok": 8},
     ),
     "OlmoeForCausalLM": Family(
         known_for="OLMoE",
         keys=COUNT_OF_EXPERTS,
-        layout=lambda config: QWEN_MOE,
+        layout=lambda config: layouts.QWEN_MOE,
         fields={"qk_norm": "all"},
         flags=ATTENTION_BIAS,
         more=mixtures.olmoe,
@@ -691,7 +462,7 @@ FAMILIES: Mapping[str, Family] = {
         fields={"norm": "layer", "norms": ("attn_in",), "parallel": True},
         flags=ATTENTION_BIAS,
         more=_cohere_fields,
-        ropes=_interleaved_rope,
+        ropes=positions.interleaved_rope,
         defaults={
             **NO_BIAS,
             "use_qk_norm": False,
@@ -704,7 +475,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "DeepseekV2ForCausalLM": Family(
         known_for="DeepSeek-V2, V2-Lite, V2.5",
-        layout=lambda config: DEEPSEEK,
+        layout=lambda config: layouts.DEEPSEEK,
         keys={"num_local_experts": "n_routed_experts"},
         adapt=_deepseek,
         flags={"out_bias": "attention_bias", "mlp_bias": "mlp_bias"},
@@ -723,7 +494,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "DeepseekV3ForCausalLM": Family(
         known_for="DeepSeek-V3, V3.1, R1; Kimi K2",
-        layout=lambda config: DEEPSEEK,
+        layout=lambda config: layouts.DEEPSEEK,
         keys={"num_local_experts": "n_routed_experts"},
         ignorable=(r"model\.layers\.{num_layers}\..*",),  # what guesses a token further ahead
         adapt=_deepseek,
