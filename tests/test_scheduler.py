@@ -15,6 +15,7 @@ from batchgen.engine import forecast, scheduler
 from batchgen.engine.scheduler import GROW_AFTER, EngineStats
 from batchgen.engine.sequence import Sequence, StopStrings
 from batchgen.engine.step import EngineSettings, StepPlan
+from batchgen.errors import ModelError
 from batchgen.types import Completion, Request, RowKey, SamplingParams
 
 SMALL = EngineSettings(max_num_seqs=4, max_batch_tokens=16, num_blocks=64, block_size=4, max_model_len=64)
@@ -466,3 +467,16 @@ def test_stop_strings(stops: tuple[str, ...], pieces: list[str], found: str | No
     results = [search.push(0) for _ in pieces]
     assert results[:-1] == [None] * (len(pieces) - 1) or found == "b"
     assert found in results
+
+
+def test_a_model_whose_logits_are_never_numbers_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not while fewer rows than that have shown it: these only fail."""
+    monkeypatch.setattr("simulated.answer", lambda history, noise_key, sample: (0, False))
+    requests = [request(row, [row + 1, 5], max_tokens=9) for row in range(3)]
+    engine, _ = make(SMALL, depth=2)
+    for one in requests[:2]:
+        engine.add(one)
+    assert [done.error.code for done in run(engine) if done.error] == ["nonfinite_logits"] * 2
+    engine.add(requests[2])
+    with pytest.raises(ModelError, match=r"NaN or infinity for the first 3 rows.*model\.dtype"):
+        run(engine)

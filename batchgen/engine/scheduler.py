@@ -15,12 +15,14 @@ from batchgen.engine.curve import KVCurve
 from batchgen.engine.forecast import LengthForecast
 from batchgen.engine.sequence import Sequence, TextStream
 from batchgen.engine.step import EngineSettings, IntArray, SlotStart, StepPlan, StepResult
+from batchgen.errors import ModelError
 from batchgen.types import Completion, InFlight, Request, RowError
 
 LEARN_EVERY = 32  # steps between two looks at what running samples show of output lengths
 RECENT = 128  # tokens of a slot that are kept in an array before its sample takes them over
 SMALLEST_STEP = 8  # tokens; a step of one row and no more tokens than this cannot be made smaller to any use
 AMPLE = 0.5  # of the pool; as long as no more than this may be asked for, nothing is worth a closer look
+BROKEN_ROWS = 3  # as long as no other logits have been seen, it is the model that is broken
 GROW_AFTER = 256  # good steps after which a budget that was halved doubles
 
 
@@ -109,6 +111,7 @@ class Scheduler:
         self._flights: deque[_Flight] = deque()
         self._free_slots = list(range(settings.max_num_seqs - 1, -1, -1))
         self._budget = settings.max_batch_tokens
+        self._broken: int | None = 0  # rows with logits that were no numbers, until there are others
         self._good_steps = 0
         self._watermark = max(1, settings.num_blocks // 100)
         self._steps = 0
@@ -538,6 +541,14 @@ class Scheduler:
             for slot in slots[live & ~result.finite].tolist():
                 self._end_broken(self._running[slot])
             live &= result.finite
+        if live.any():
+            self._broken = None
+        elif self._broken is not None and self._broken >= BROKEN_ROWS:
+            raise ModelError(
+                f"the model's logits held NaN or infinity for the first {self._broken} rows and for no row anything "
+                "else: its weights are damaged, or its activations leave the range of model.dtype; try float32 or "
+                "bfloat16"
+            )
         self._take_in(slots[live], token_ids[live])
         self._release_ended()
         self._good_steps += 1
@@ -578,6 +589,8 @@ class Scheduler:
             self.blocks.forget(block)
         self._leave_slot(sequence)
         self._complete(sequence, _nonfinite(sequence))
+        if self._broken is not None:
+            self._broken += 1
 
     def retreat(self, plan: StepPlan) -> None:
         """The newest step did not fit into memory and never happened; all older ones are collected.
