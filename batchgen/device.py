@@ -15,15 +15,19 @@ Array = npt.NDArray[Any]
 
 # of CUDA, cuBLAS, and torch's CPU allocator; in lower case, as what is below
 OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "cublas_status_alloc_failed")
-# What a GPU says of a program that went wrong rather than of itself: to run it again would end in the same way
 OF_A_GPU = ("cuda error", "hip error", "triton error")
-OUR_FAULT = (
-    "illegal memory access",
-    "device-side assert",
-    "misaligned address",
-    "illegal instruction",
-    "invalid",
-    "not_supported",
+# What a lost or broken GPU says. Anything else is a program that went wrong, and would do so again
+LOST = (
+    "uncorrectable",
+    "hardware stack error",
+    "no cuda-capable device",
+    "busy or unavailable",
+    "is lost",
+    "unknown error",
+    "system not yet initialized",
+    "unspecified launch failure",
+    "launch timed out",
+    "present state",
 )
 
 
@@ -122,8 +126,13 @@ class Cuda:
     def capture(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         work()  # kernels are compiled, and libraries take their workspaces, before anything is recorded
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            result = work()
+        stream = torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                result = work()
+        except BaseException:
+            torch.cuda.set_stream(stream)  # torch leaves its own where the end of a capture fails
+            raise
         self._pool = graph.pool()
 
         def replay() -> torch.Tensor:
@@ -152,6 +161,8 @@ class Cuda:
 def is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
+    if isinstance(error.__context__, torch.OutOfMemoryError):  # hidden by what a capture said as it ended
+        return True
     return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in OUT_OF_MEMORY)
 
 
@@ -160,7 +171,7 @@ def device_error(error: Exception) -> BatchgenError | None:
     if not isinstance(error, RuntimeError) or not any(text in str(error).lower() for text in OF_A_GPU):
         return None
     first = str(error).splitlines()[0]
-    if any(text in first.lower() for text in OUR_FAULT):
+    if not any(text in first.lower() for text in LOST):
         return BatchgenError(f"a kernel failed on the GPU: {first}; progress is saved, please report it")
     return Interrupted(
         f"the GPU was lost: {first}; progress is saved, run the same command again, on another machine if this comes "

@@ -19,7 +19,7 @@ from batchgen import memory, weights
 from batchgen.attention.base import AttentionBackend
 from batchgen.attention.cpu import CpuAttention
 from batchgen.attention.reference import ReferenceBackend
-from batchgen.device import Cpu, Cuda
+from batchgen.device import Cpu, Cuda, device_error, is_out_of_memory
 from batchgen.engine.engine import Engine
 from batchgen.engine.runner import Runner
 from batchgen.engine.sampler import SamplingOps
@@ -114,6 +114,20 @@ class Model:
 
         `demand` says what the job needs room for; it is called once the weights are loaded.
         """
+        try:
+            return self._engine(demand)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise ConfigError(
+                    f"engine.kv_memory: the memory of the {self._device.name} ran out while the model was loaded "
+                    f"({error}); does another process use it? Lower it, or free memory"
+                ) from error
+            meant = device_error(error)
+            if meant is None:
+                raise
+            raise meant from error
+
+    def _engine(self, demand: Callable[[], Demand | None]) -> Engine:
         ops = self._ops()
         backend = make_backend(self._engine_spec, self._device, ops)
         dtype = DTYPES[self.dtype]

@@ -116,7 +116,8 @@ class TritonAttention:
         works = {}
         for kind, plan, room, sections in zip(kinds, plans, used, work.unpack(uploaded, used), strict=True):
             merges = min(room.merged * kind.num_heads, MERGES_PER_MULTIPROCESSOR * self._device.num_multiprocessors)
-            with_large = plan.with_large if capacity is None else kind.shares
+            # only decodes choose: a mixed step that needs no large tiles must not wait for a kernel without them
+            with_large = kind.shares if capacity is not None else plan.with_large or not decode
             works[kind] = Work(*sections, self._parts, self._part_lses, with_large, merges)
         self._steps.append(_Step(metadata, decode, works))
 

@@ -234,7 +234,7 @@ def _check_shape(checkpoint: Checkpoint, name: str, tensor: torch.Tensor, expect
 
 def _compare_tied(checkpoint: Checkpoint, head_name: str, embedding_name: str, embedding: torch.Tensor) -> None:
     for _, tensor in checkpoint.stream([head_name], dtype=embedding.dtype):
-        if tensor.shape != embedding.shape or not torch.equal(tensor, embedding):
+        if tensor.shape != embedding.shape or not torch.equal(tensor.to(embedding.device), embedding):
             logging.getLogger(__name__).warning(
                 "%s: config.json ties the head to the embedding, but the file holds a different %s; it is not used, "
                 "the head is %s.weight",

@@ -74,7 +74,7 @@ def rope_and_write(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])  # steps differ in it, and must not wait for a compiler
 def _rope_and_write_kernel(
     query,
     key,

@@ -56,7 +56,8 @@ def sort_tokens(
     return SortedTokens(order, tile_experts, num_tokens, top_k)
 
 
-@triton.jit
+# Steps differ in these, and must not wait for a compiler
+@triton.jit(do_not_specialize=["num_assignments", "num_slots", "steps"])
 def _count_assignments_kernel(
     expert_ids,  # (num_assignments,)
     counts,  # (num_chunks, EXPERTS) int32
@@ -81,7 +82,7 @@ def _count_assignments_kernel(
         tl.store(order + start + lanes, -1, start + lanes < num_slots)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_assignments", "most_tiles", "steps", "num_chunks"])
 def _sort_tokens_kernel(
     expert_ids,  # (num_assignments,)
     counts,  # (num_chunks, EXPERTS) int32

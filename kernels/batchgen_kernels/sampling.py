@@ -208,7 +208,7 @@ def _scan_kernel(
     tl.store(ids + 2 * tl.num_programs(0) * num_splits + found, tl.max(bad, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["top_k", "top_p"])  # which depends on the number of rows
 def _limit_kernel(
     logits,  # (num_rows, at least vocab) float32
     stride,
@@ -397,7 +397,7 @@ def _nth_id(logits, stride, allowed, allowed_stride, vocab, row, rank, nth, BLOC
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "samples", "log_min_p"])  # as above
 def _draw_kernel(
     logits,  # (num_rows, at least vocab) float32
     stride,

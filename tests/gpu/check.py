@@ -95,6 +95,10 @@ def device(smoke: bool) -> dict[str, Any]:
     """What this machine is."""
     import platform
 
+    lacking = [name for name in ("pydantic", "orjson", "click", "pytest") if not importlib.util.find_spec(name)]
+    if lacking:
+        raise SystemExit(f"not installed: {', '.join(lacking)}; docs/gpu.md says which wheels to bring")
+
     import torch
     import transformers
     import triton
