@@ -175,7 +175,7 @@ def texts(
     for completion, keeps in zip(completions, keeps_stop, strict=True):
         by_token = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)
         kept.append(completion.token_ids[:-1] if by_token and not keeps else completion.token_ids)
-    decoded = tokenizer.decode_batch(kept, skip_special_tokens=skip_special)
+    decoded = tokenizer.decode_batch(kept, skip_special_tokens=skip_special, answers=True)
     return [
         _cut(text, completion.stop_reason, keeps) if isinstance(completion.stop_reason, str) else text
         for text, completion, keeps in zip(decoded, completions, keeps_stop, strict=True)

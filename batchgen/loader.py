@@ -79,7 +79,8 @@ class Model:
         self._checkpoint: weights.Checkpoint
         if random_weights is None:
             self._checkpoint = weights.open_checkpoint(
-                weights.resolve(model.path, model.revision, model.storage_options)
+                weights.resolve(model.path, model.revision, model.storage_options, ignore_index=model.ignore_index),
+                ignore_index=model.ignore_index,
             )
         else:
             shapes = registry.tensor_shapes(registry.read_config(random_weights))
@@ -176,7 +177,7 @@ class Model:
         return ops or reference_ops
 
     def _stream(self) -> Any:
-        return self.tokenizer.stream(skip_special_tokens=self._skip_special_tokens)
+        return self.tokenizer.stream(skip_special_tokens=self._skip_special_tokens, answers=True)
 
     def _refuse_without_memory(self) -> None:
         """Before the system does it in its way."""

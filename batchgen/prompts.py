@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,8 @@ from batchgen.spec import PromptSpec, SamplingSpec
 from batchgen.templates import WHOLE_ROW
 from batchgen.tokenizer import Tokenizer
 from batchgen.types import SamplingParams, TokenIds
+
+logger = logging.getLogger(__name__)
 
 MAX_CUTS = 8  # tries to shorten a conversation until it fits
 
@@ -74,6 +77,7 @@ class PromptBuilder:
         self._params = sampling.params()
         self._literal = prompt.special_tokens_in_content == "literal"
         self._environment = templates.row_environment()
+        self._has_warned: set[str] = set()
         self._source = self._find_source()
         self._wrap = prompt.token_ids is None and prompt.chat is not False and tokenizer.chat_template is not None
         if not self._wrap:
@@ -90,6 +94,8 @@ class PromptBuilder:
             "prompt.messages": spec.messages is not None,
             "prompt.chat: true": spec.chat is True,
             "prompt.tools": spec.tools is not None,
+            "prompt.system: merge_into_user": spec.system == "merge_into_user",
+            "prompt.continue_final_message: true": spec.continue_final_message,
             "prompt.chat_template_kwargs": bool(spec.chat_template_kwargs),
         }
         why = "prompt.chat is false" if spec.chat is False else "the model has none; give one in model.chat_template"
@@ -243,14 +249,27 @@ class PromptBuilder:
     def _raw(self, text: str, mark: str) -> Draft:
         bos = self._tokenizer.bos_token
         if bos and self._tokenizer.adds_bos:  # the tokenizer writes it, once
-            text = text.removeprefix(bos).removeprefix(bos[0] + mark + bos[1:])
+            given, text = text, text.removeprefix(bos).removeprefix(bos[0] + mark + bos[1:])
+            if text != given:
+                self._warn_once(f"prompts begin with {bos}, which the tokenizer adds by itself; it is given only once")
         if not text and not (self._spec.allow_empty and self._tokenizer.adds_bos):
             raise InvalidRow("empty_prompt", "the prompt is empty")
         return Draft(text, mark)
 
     def _chat(self, messages: list[dict[str, Any]], tools: Any, mark: str) -> Draft:
-        text = self._tokenizer.apply_chat_template(messages, tools=tools, **self._spec.chat_template_kwargs)
+        given = _without_system(messages) if self._spec.system == "merge_into_user" else messages
+        goes_on = self._spec.continue_final_message and given[-1]["role"] == "assistant"
+        text = self._tokenizer.apply_chat_template(
+            given, tools=tools, continue_final_message=goes_on, **self._spec.chat_template_kwargs
+        )
+        if goes_on and not text.endswith(given[-1]["content"]):
+            self._warn_once("the chat template changes the end of messages that the model is to go on with (trims it)")
         return Draft(text, mark, None, messages, tools)
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._has_warned:
+            self._has_warned.add(message)
+            logger.warning("%s", message)
 
     def _given_ids(self, values: Mapping[str, Any], name: str) -> TokenIds:
         if name not in values:
@@ -447,6 +466,22 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
             for index, call in enumerate(_objects(calls, f"{where}.tool_calls", "a list of tool calls"))
         ]
     return checked
+
+
+def _without_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """System messages become the beginning of the user message behind them."""
+    merged: list[dict[str, Any]] = []
+    held: list[str] = []
+    for message in messages:
+        if message["role"] == "system":
+            held.append(message.get("content") or "")
+            continue
+        if held and message["role"] == "user":
+            merged.append({**message, "content": "\n\n".join([*held, message.get("content") or ""])})
+            held = []
+        else:
+            merged.append(message)
+    return [*merged, {"role": "user", "content": "\n\n".join(held)}] if held else merged
 
 
 def _joined(parts: Sequence[Any], where: str) -> str:

@@ -90,6 +90,11 @@ class ModelSpec(Section):
     revision: kinds.Text | None = Field(
         default=None, description="Branch, tag or commit on the hub; null is the default."
     )
+    ignore_index: bool = Field(
+        default=False,
+        description="true reads a folder's safetensors files as if it had no model.safetensors.index.json, for one out "
+        "of date: model.safetensors, else all files model-00001-of-0000N. Every tensor must be in them.",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
         description="Number format of weights and activations. auto is the stored one (bfloat16 for quantised files); "
@@ -203,6 +208,16 @@ class PromptSpec(Section):
     chat_template_kwargs: dict[str, Any] = Field(
         default={}, description="More variables for the chat template, such as `enable_thinking: false`."
     )
+    system: Literal["as_is", "merge_into_user"] = Field(
+        default="as_is",
+        description="merge_into_user puts the text of system messages at the beginning of the user message behind them "
+        "(an empty line between), for chat templates that refuse system messages; as_is leaves them to the template.",
+    )
+    continue_final_message: bool = Field(
+        default=False,
+        description="true leaves the turn open where a conversation ends with the assistant's message: the model is to "
+        "go on with its text. A chat template that trims messages trims that one, too; the log says so once.",
+    )
     special_tokens_in_content: Literal["literal", "allow"] = Field(
         default="literal",
         description="literal encodes a control token's text inside data as ordinary text, so that no row can forge a "
@@ -226,8 +241,12 @@ class PromptSpec(Section):
             raise ValueError(f"{' and '.join(given)} given, expected one of them at most")
         if self.messages is not None and self.chat is False:
             raise ValueError("messages given with chat: false, expected one of them at most")
-        if self.token_ids is not None and (self.chat is True or self.tools is not None or self.chat_template_kwargs):
-            raise ValueError("token_ids are taken as they are, without chat, tools and chat_template_kwargs")
+        of_chats = (self.tools is not None, self.system != "as_is", self.continue_final_message)
+        if self.token_ids is not None and (self.chat is True or any(of_chats) or self.chat_template_kwargs):
+            raise ValueError("token_ids are taken as they are, without chat, tools and other options of chats")
+        for name in ("messages", "tools", "continue_final_message"):
+            if name in self.chat_template_kwargs:
+                raise ValueError(f"chat_template_kwargs holds {name}, which is a key of `prompt` itself")
         return self
 
 

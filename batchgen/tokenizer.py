@@ -8,6 +8,7 @@ import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -180,14 +181,35 @@ class Tokenizer:
     # -- ids to text -------------------------------------------------------------------------------------------------
 
     def decode_batch(
-        self, batch: Sequence[Sequence[int] | npt.NDArray[np.int32]], *, skip_special_tokens: bool
+        self,
+        batch: Sequence[Sequence[int] | npt.NDArray[np.int32]],
+        *,
+        skip_special_tokens: bool,
+        answers: bool = False,
     ) -> list[str]:
-        """Ids that no token has (models pad their vocabulary) decode as nothing."""
-        lists = [ids.tolist() if isinstance(ids, np.ndarray) else list(ids) for ids in batch]
-        return self._rust.decode_batch(lists, skip_special_tokens=skip_special_tokens)
+        """Ids that no token has (models pad their vocabulary) decode as nothing.
 
-    def stream(self, *, skip_special_tokens: bool = True) -> Stream:
-        return Stream(self._rust, skip_special_tokens)
+        `answers` decodes them as what stands behind a prompt: with the space that a decoder takes off a text's start.
+        """
+        before, text_before = self._before if answers else ([], "")
+        lists = [before + (ids.tolist() if isinstance(ids, np.ndarray) else list(ids)) for ids in batch]
+        texts = self._rust.decode_batch(lists, skip_special_tokens=skip_special_tokens)
+        return [text[len(text_before) :] for text in texts] if text_before else texts
+
+    def stream(self, *, skip_special_tokens: bool = True, answers: bool = False) -> Stream:
+        before, text_before = self._before if answers else ([], "")
+        return Stream(self._rust, skip_special_tokens, before, len(text_before))
+
+    @cached_property
+    def _before(self) -> tuple[list[int], str]:
+        """A token that stands for a prompt, and its text, where decoders take a space off the first token of all."""
+        if not re.search("Metaspace|Strip", str(self._rust.decoder)):
+            return [], ""
+        for word in (index for token, index in self._rust.get_vocab().items() if token[:1] == "\u2581"):
+            once, twice = (self._rust.decode([word] * count, skip_special_tokens=False) for count in (1, 2))
+            if once and twice == f"{once} {once}":
+                return [word], once
+        return [], ""
 
 
 class Stream:
@@ -199,14 +221,17 @@ class Stream:
 
     MAX_HELD = 16  # tokens
 
-    def __init__(self, rust: RustTokenizer, skip_special_tokens: bool) -> None:
+    def __init__(
+        self, rust: RustTokenizer, skip_special_tokens: bool, before: Sequence[int] = (), before_length: int = 0
+    ) -> None:
+        """`before` are tokens that are out already, and `before_length` the length of their text."""
         self._rust = rust
         self._skip = skip_special_tokens
         # The tokens of the last piece and of the next one: decoders look at what stands before, and take a space off
         # the first piece of all.
-        self._window: list[int] = []
-        self._last = 0  # tokens of the window that belong to the last piece
-        self._sent = 0  # characters of the window's text that are out
+        self._window: list[int] = list(before)
+        self._last = len(before)  # tokens of the window that belong to the last piece
+        self._sent = before_length  # characters of the window's text that are out
 
     def push(self, token_id: int) -> str:
         self._window.append(int(token_id))

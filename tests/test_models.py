@@ -173,6 +173,7 @@ def test_config_defaults_are_the_reference_implementations() -> None:
     assert (config.ropes[0].theta, config.ropes[0].rotary_dim, config.dtype) == (10000.0, 16, "float32")
     assert registry.read_config({**RAW, "head_dim": 32, "eos_token_id": [5, 3]}).eos_token_ids == (3, 5)
     assert registry.read_config({**RAW, "head_dim": 32}).layers[0].head_dim == 32
+    assert registry.read_config({**RAW, "head_dim": None}).layers[0].head_dim == 16
     assert registry.read_config({**RAW, "partial_rotary_factor": 0.5}).ropes[0].rotary_dim == 8
     mistral = {**RAW, "architectures": ["MistralForCausalLM"], "num_key_value_heads": 2}
     assert registry.read_config(mistral).layers[1].window == 4096
@@ -210,6 +211,8 @@ def test_tied_head_ignores_a_stored_copy_and_warns_when_it_differs(
     model = tiny_model(tmp_path, tie_word_embeddings=True)
     tokens = sequences(model.config.vocab_size, 9)[0]
     expected = reference_logits(model, tokens)
+    assert "lm_head.weight" not in open_checkpoint(tmp_path).names
+    torch.testing.assert_close(Harness(tmp_path).step({0: tokens})[0], expected, atol=1e-4, rtol=0)
     copy = model.lm_head.weight.detach().clone()
     with caplog.at_level(logging.WARNING):
         edit_tensors(tmp_path, lm_head__weight=copy)

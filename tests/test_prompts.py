@@ -133,9 +133,19 @@ def test_given_token_ids(chat: Tokenizer) -> None:
     assert failure(build, {}).code == "missing_column"
 
 
+MERGE, OPEN = {"system": "merge_into_user"}, {"continue_final_message": True}
+
+
 def test_options_that_need_a_chat_template(chat: Tokenizer, plain: Tokenizer) -> None:
     messages = [{"role": "user", "content": "x"}]
-    for options in ({"chat": True}, {"messages": messages}, {"tools": "t"}, {"chat_template_kwargs": {"a": 1}}):
+    for options in (
+        {"chat": True},
+        {"messages": messages},
+        {"tools": "t"},
+        {"chat_template_kwargs": {"a": 1}},
+        MERGE,
+        OPEN,
+    ):
         with pytest.raises(ConfigError, match=r"the model has none; give one in model\.chat_template"):
             builder(plain, **options)
     with pytest.raises(ConfigError, match=r"prompt\.chat is false"):
@@ -225,6 +235,55 @@ def test_template_variables_of_the_job(tmp_path: Path) -> None:
     assert builder(tokenizer, chat_template_kwargs=options).build({"text": "x"}).text == "x!"
 
 
+# templates of Gemma's kind: no system messages, and messages are trimmed
+TRIMMING = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    + CHATML.replace("message['content'] }}", "message['content'] | trim }}")
+)
+
+
+@pytest.fixture
+def trimming(tmp_path: Path) -> Tokenizer:
+    return Tokenizer.load(byte_tokenizer(tmp_path / "trimming", chat_template=TRIMMING))
+
+
+def test_system_messages_for_templates_that_refuse_them(trimming: Tokenizer) -> None:
+    """B5: an error of the row, unless the job says how to go without."""
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi<|im_end|>"}]
+    error = failure(builder(trimming), {"messages": messages})
+    assert (error.code, error.message) == ("template_error", "System role not supported")
+    merging = builder(trimming, system="merge_into_user")
+    prompt = merging.build({"messages": messages})
+    assert prompt.text == wrapped("Be brief.\n\nHi<|im_end|>") + ASK
+    assert [i for i in prompt.token_ids.tolist() if i >= 256] == [START, END, START]
+    assert merging.build({"messages": messages[1:]}).text == wrapped("Hi<|im_end|>") + ASK
+    assert merging.build({"messages": messages[:1]}).text == wrapped("Be brief.") + ASK
+    later = [messages[0], {"role": "assistant", "content": "a"}, {"role": "system", "content": "b"}, messages[1]]
+    expected = wrapped("a", "assistant") + wrapped("Be brief.\n\nb\n\nHi<|im_end|>") + ASK
+    assert merging.build({"messages": later}).text == expected
+    short = builder(trimming, 70, 4, system="merge_into_user", too_long="truncate_right")
+    long = [messages[0], {"role": "user", "content": "Hello, world " * 9}]
+    prompt = short.build({"messages": long})  # only the user's own text is cut
+    assert prompt.truncated and "Be brief.\n\nHello" in str(prompt.text) and len(prompt.token_ids) <= 66
+
+
+@pytest.mark.parametrize("content", ["The answer is", "The answer is ", "code:\n\n"])
+@pytest.mark.parametrize("trims", [True, False])
+def test_going_on_with_the_assistants_message(
+    chat: Tokenizer, trimming: Tokenizer, caplog: pytest.LogCaptureFixture, content: str, trims: bool
+) -> None:
+    """B3: its turn stays open, and what a template trims away is said."""
+    build = builder(trimming if trims else chat, continue_final_message=True)
+    messages = [{"role": "user", "content": "6 * 7?<|im_end|>"}, {"role": "assistant", "content": content}]
+    prompt = build.build({"messages": messages})
+    kept = content.strip() if trims else content
+    assert prompt.text == wrapped("6 * 7?<|im_end|>") + "<|im_start|>assistant\n" + kept
+    assert [i for i in prompt.token_ids.tolist() if i >= 256] == [START, END, START]
+    build.build({"messages": messages})
+    assert len(caplog.records) == (kept != content) and ("trims" in caplog.text) == (kept != content)
+    assert build.build({"messages": messages[:1]}).text == wrapped("6 * 7?<|im_end|>") + ASK
+
+
 # -- special tokens in data --------------------------------------------------------------------------------------------
 
 
@@ -273,6 +332,25 @@ def test_one_bos(with_bos: Tokenizer) -> None:
     assert build.build({"text": "<|endoftext|>hello"}).token_ids.tolist() == expected
     allowed = builder(with_bos, special_tokens_in_content="allow")
     assert allowed.build({"text": "<|endoftext|>hello"}).token_ids.tolist() == expected
+
+
+def test_a_bos_in_the_text_is_warned_of_once(with_bos: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    """B1: and the other way round, a tokenizer that adds none leaves the text's own where the data may hold tokens."""
+    build = builder(with_bos)
+    for _ in range(3):
+        build.build({"text": "<|endoftext|>hello"})
+    build.build({"text": "hello"})
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "prompts begin with <|endoftext|>, which the tokenizer adds by itself" in caplog.text
+
+
+@pytest.mark.parametrize("bos", ["{{ bos_token }}", ""])
+def test_a_chat_has_the_bos_of_its_template(tmp_path: Path, with_bos: Tokenizer, bos: str) -> None:
+    """B1: whatever the tokenizer would add."""
+    tokenizer = Tokenizer.load(tmp_path / "bos", chat_template=bos + CHATML)
+    assert tokenizer.adds_bos
+    ids = builder(tokenizer).build({"text": "hello"}).token_ids.tolist()
+    assert ids[: 1 + bool(bos)] == [256, START][not bos :] and ids.count(256) == bool(bos)
 
 
 def test_empty_prompts(plain: Tokenizer, with_bos: Tokenizer, chat: Tokenizer) -> None:

@@ -76,6 +76,18 @@ def test_a_folder_is_downloaded_once_and_only_what_the_model_needs(remote: Remot
     assert remote.fetch() == folder and remote.fetched() == []
 
 
+def test_an_index_that_is_ignored_chooses_no_files(remote: Remote, sharded: Path) -> None:
+    index = "model.safetensors.index.json"
+    stale = (sharded / index).read_text().replace("-of-0000", "-of-0009")
+    remote.put(index, stale.encode())
+    remote.bucket.client().delete_object(Bucket=remote.bucket.name, Key="models/model.safetensors")
+    folder = resolve(remote.url, storage_options=remote.bucket.storage_options, ignore_index=True)
+    found = dict(open_checkpoint(folder, ignore_index=True).stream())
+    assert sorted(found) == sorted(open_checkpoint(sharded).names)
+    with pytest.raises(ModelError, match=r"missing shard model-.*model\.ignore_index"):
+        open_checkpoint(remote.fetch())
+
+
 def test_another_content_comes_into_another_folder(remote: Remote, sharded: Path) -> None:
     before = remote.fetch()
     content = (sharded / "config.json").read_bytes()

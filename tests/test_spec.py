@@ -280,7 +280,12 @@ def test_a_prompt_has_one_source() -> None:
 def test_a_prompt_that_contradicts_itself() -> None:
     (line,) = errors(job(prompt={"messages": [{"role": "user", "content": "x"}], "chat": False}))
     assert "`prompt`: messages given with chat: false" in line
-    for extra in ({"chat": True}, {"tools": "tools"}, {"chat_template_kwargs": {"a": 1}}):
+    for extra in (
+        {"chat": True},
+        {"tools": "tools"},
+        {"chat_template_kwargs": {"a": 1}},
+        {"system": "merge_into_user"},
+    ):
         (line,) = errors(job(prompt={"token_ids": "ids", **extra}))
         assert "`prompt`: token_ids are taken as they are" in line
 

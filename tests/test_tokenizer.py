@@ -175,6 +175,37 @@ def test_added_tokens_keep_their_rules(tmp_path: Path) -> None:
         assert ours.encode(text, add_special_tokens=False).tolist() == rust.encode(text).ids
 
 
+# "!@# <A_1><A_2> x" with (normalized, lstrip, rstrip) of both added tokens, before which text is written in lower case;
+# ids of the byte alphabet: "!" 0, "#" 2, "@" 31, "x" 87, a space 220 (bytes without a sign of their own come last)
+GOLDEN = {
+    (False, False, False): [0, 31, 2, 220, 256, 257, 220, 87],
+    (True, False, False): [0, 31, 2, 220, 256, 257, 220, 87],
+    (False, True, False): [0, 31, 2, 256, 257, 220, 87],
+    (True, True, False): [0, 31, 2, 256, 257, 220, 87],
+    (False, False, True): [0, 31, 2, 220, 256, 257, 87],
+    (True, False, True): [0, 31, 2, 220, 256, 257, 87],
+    (False, True, True): [0, 31, 2, 256, 257, 87],
+    (True, True, True): [0, 31, 2, 256, 257, 87],
+}
+
+
+@pytest.mark.parametrize(("normalized", "lstrip", "rstrip"), GOLDEN)
+def test_added_tokens_take_the_spaces_they_ask_for(
+    tmp_path: Path, normalized: bool, lstrip: bool, rstrip: bool
+) -> None:
+    """B11: ids written down by hand, and those of the reference library, in one go and word by word."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = RustTokenizer(models.BPE({piece: index for index, piece in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.normalizer = normalizers.Lowercase()
+    flags = {"normalized": normalized, "lstrip": lstrip, "rstrip": rstrip}
+    tokenizer.add_tokens([AddedToken("<A_1>", **flags), AddedToken("<A_2>", **flags)])
+    folder = model_folder(tmp_path, tokenizer)
+    text, expected = "!@# <A_1><A_2> x", GOLDEN[normalized, lstrip, rstrip]
+    assert Tokenizer.load(folder).encode_batch([text] * 3, add_special_tokens=False)[2].tolist() == expected
+    assert reference(folder)(text)["input_ids"] == expected
+
+
 def test_tokens_that_only_the_configuration_lists(tmp_path: Path) -> None:
     flags = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
     added = {
@@ -428,6 +459,22 @@ def test_a_stream_adds_up_to_the_whole(tmp_path: Path, make: Any, skip: bool) ->
             if "\ufffd" in whole and make is metaspace_bpe:
                 continue  # cut in the middle of a character: bytes that are no text
             assert streamed(tokenizer, ids[start:], skip)[0] == whole
+
+
+@pytest.mark.parametrize("make", [byte_level_bpe, metaspace_bpe])
+def test_an_answer_keeps_the_space_it_begins_with(tmp_path: Path, make: Any) -> None:
+    """B9: what a decoder takes off the start of a text is not the start of an answer, which stands behind a prompt."""
+    tokenizer = Tokenizer.load(model_folder(tmp_path, make()))
+    prompt = tokenizer.encode("The quick", add_special_tokens=False).tolist()
+    for text in ["The quick brown fox jumps over", "The quick  dog", "The quick", "The quick </s> the dog"]:
+        whole = tokenizer.encode(text, add_special_tokens=False).tolist()
+        assert whole[: len(prompt)] == prompt
+        ids, expected = whole[len(prompt) :], text.removeprefix("The quick")
+        if make is metaspace_bpe:  # a token of it
+            expected = expected.replace("</s>", "")
+        assert tokenizer.decode_batch([ids], skip_special_tokens=True, answers=True) == [expected]
+        stream = tokenizer.stream(answers=True)
+        assert "".join(map(stream.push, ids)) + stream.flush() == expected
 
 
 def test_a_stream_of_any_bytes(tmp_path: Path) -> None:

@@ -7,12 +7,14 @@ import json
 import os
 import resource
 import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import gguf
 import numpy as np
@@ -226,6 +228,91 @@ def test_damaged_gguf_files_end_in_model_errors(tmp_path: Path) -> None:
             except ModelError:
                 refused += 1
     assert refused > 200
+
+
+U32, STR, ARR = 4, 8, 9  # GGUF value types
+
+
+def packed(*numbers: int | tuple[int, str]) -> bytes:
+    """Numbers of 8 bytes, or of the struct format given with them."""
+    return b"".join(
+        struct.pack("<" + (n[1] if isinstance(n, tuple) else "Q"), n[0] if isinstance(n, tuple) else n) for n in numbers
+    )
+
+
+def entry(key: str, kind: int, *value: int | tuple[int, str]) -> bytes:
+    return packed(len(key)) + key.encode() + packed((kind, "I"), *value)
+
+
+def gguf_file(metadata: bytes = b"", tensors: bytes = b"", num_values: int = 1, num_tensors: int = 0) -> bytes:
+    return b"GGUF" + packed((3, "I"), num_tensors, num_values) + metadata + tensors
+
+
+def tensor(*dims: int, name: str = "a", offset: int = 0) -> bytes:
+    return packed(len(name)) + name.encode() + packed((len(dims), "I"), *dims, (0, "I"), offset)
+
+
+def one_tensor(*dims: int, offset: int = 0) -> bytes:
+    return gguf_file(tensors=tensor(*dims, offset=offset), num_values=0, num_tensors=1)
+
+
+def nested(depth: int) -> bytes:
+    return entry("k", ARR, *[(ARR, "I"), 1] * depth, (U32, "I"), 1, (7, "I"))
+
+
+ABSURD = {
+    "2 ** 60 tensors": (gguf_file(num_values=0, num_tensors=1 << 60), "claims 1152921504606846976 tensors"),
+    "a million tensors": (gguf_file(num_values=0, num_tensors=10**6), "claims 1000000 tensors"),
+    "2 ** 60 values": (gguf_file(num_values=1 << 60), "claims 1152921504606846976 metadata entries"),
+    "a key of 2 ** 62 bytes": (gguf_file(packed(1 << 62) + bytes(8)), "ends early"),
+    "a text of 2 ** 62 bytes": (gguf_file(entry("k", STR, 1 << 62)), "ends early"),
+    "a text of 2 ** 64 - 1 bytes": (gguf_file(entry("k", STR, (1 << 64) - 1)), "ends early"),
+    "2 ** 60 texts": (gguf_file(entry("k", ARR, (STR, "I"), 1 << 60)), "claims 1152921504606846976 strings"),
+    "a text in a list": (gguf_file(entry("k", ARR, (STR, "I"), 1, 1 << 62)), "ends early"),
+    "2 ** 61 numbers": (gguf_file(entry("k", ARR, (U32, "I"), 1 << 61)), "ends early"),
+    "lists in a list": (gguf_file(nested(1)), "an array of arrays"),
+    "5,000 lists in each other": (gguf_file(nested(5000)), "an array of arrays"),
+    "a list of nothing known": (gguf_file(entry("k", ARR, (77, "I"), 1)), "unknown type 77"),
+    "a value of no known type": (gguf_file(entry("k", 77, 1)), "unknown GGUF value type 77"),
+    "alignment 0": (gguf_file(entry("general.alignment", U32, (0, "I"))), "alignment is 0, expected a power of two"),
+    "alignment 48": (gguf_file(entry("general.alignment", U32, (48, "I"))), "alignment is 48, expected a power"),
+    "alignment a list": (gguf_file(entry("general.alignment", ARR, (U32, "I"), 2, 32)), "expected a power of two"),
+    "alignment a text": (gguf_file(entry("general.alignment", STR, 2, (0, "H"))), "expected a power of two"),
+    "dimensions beyond 64 bits": (one_tensor(1 << 32, 1 << 32, 1 << 32), "reaches to 3169126500570573503741758"),
+    "sizes that wrap round to 0": (one_tensor(1 << 62), "reaches to 18446744073709551680"),
+    "a dimension of 0": (one_tensor(4, 0), "impossible shape"),
+    "no dimension": (one_tensor(), "impossible shape"),
+    "2 ** 32 - 1 dimensions": (
+        gguf_file(tensors=packed(1) + b"a" + packed(((1 << 32) - 1, "I")) + bytes(64), num_values=0, num_tensors=1),
+        "claims 4294967295 dimensions",
+    ),
+    "an offset of 2 ** 64 - 1": (one_tensor(4, offset=(1 << 64) - 1), "reaches to"),
+}
+
+
+@pytest.mark.parametrize("label", ABSURD)
+@pytest.mark.timeout(10)
+def test_absurd_gguf_headers_are_refused_at_once(tmp_path: Path, label: str) -> None:
+    content, message = ABSURD[label]
+    (tmp_path / "x.gguf").write_bytes(content)
+    with bounded_memory(), pytest.raises(ModelError, match=message):
+        open_checkpoint(tmp_path / "x.gguf")
+
+
+@pytest.mark.parametrize("count", ["many", [1, 2], 3.5, -1, 1 << 60])
+def test_absurd_numbers_of_parts_of_a_gguf_model(tmp_path: Path, count: Any) -> None:
+    tiny_gguf(tmp_path / "good.gguf", tiny_model(tmp_path))
+    header = read_header(tmp_path / "good.gguf")
+    header.metadata["split.count"] = count
+    with patch("batchgen.weights.gguf.read_header", return_value=header), pytest.raises(ModelError, match="split"):
+        open_checkpoint(tmp_path / "good.gguf")
+
+
+@pytest.mark.timeout(10)
+def test_an_absurd_number_of_layers(sharded: Path) -> None:
+    raw = {**open_checkpoint(sharded).config, "num_hidden_layers": 1 << 40}
+    with bounded_memory(), pytest.raises(ModelError, match="num_hidden_layers is 1099511627776, expected at most"):
+        registry.read_config(raw)
 
 
 def test_code_beside_a_model_is_never_run(broken: Path) -> None:
@@ -512,7 +599,7 @@ def test_gguf_files_that_are_refused(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for content, message in (
         (whole[:-1000], "ends at byte.*incomplete download"),
-        (whole[:500], "ends early.*incomplete download"),
+        (whole[:500], "GGUF header claims .*incomplete download"),
         (b"", "cannot read the GGUF file"),
         (b"PK\3\4" + whole[4:], "not a GGUF file"),
         (whole[:4] + b"\1" + whole[5:], "GGUF version 1 is not supported"),

@@ -33,6 +33,7 @@ COMMON_DEFAULTS = {
     "eos_token_id": None,
     "dtype": None,
 }
+MAX_LAYERS = 10_000
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -42,6 +43,8 @@ def read_config(raw: Raw) -> ModelConfig:
     family = FAMILIES[architecture]
     raw = _common_form(raw, family)
     num_layers = integer(raw, "num_hidden_layers")
+    if num_layers > MAX_LAYERS:  # lists are made of that length
+        raise ModelError(f"model config: num_hidden_layers is {num_layers}, expected at most {MAX_LAYERS}")
     hidden_size = integer(raw, "hidden_size")
     num_heads = integer(raw, "num_attention_heads")
     num_kv_heads = num_heads if raw.get("num_key_value_heads", 0) is None else integer(raw, "num_key_value_heads")

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
-from batchgen.errors import ModelError
+from batchgen.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     import torch
@@ -48,20 +48,31 @@ class Checkpoint(Protocol):
         ...
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open what `resolve` returned: a folder with config.json and safetensors, quantised or not, or a .gguf file."""
+def open_checkpoint(path: str | Path, *, ignore_index: bool = False) -> Checkpoint:
+    """Open what `resolve` returned: a folder with config.json and safetensors, quantised or not, or a .gguf file.
+
+    `ignore_index` reads a folder's files as if it had no index.
+    """
     path = Path(path)
     if path.is_dir():
         from batchgen.weights.quantized import dequantised
         from batchgen.weights.safetensors import SafetensorsCheckpoint
 
-        return dequantised(SafetensorsCheckpoint(path))
+        return dequantised(SafetensorsCheckpoint(path, ignore_index=ignore_index))
+    if ignore_index:
+        raise ConfigError(f"model.ignore_index: true, but {path} is a GGUF file, which has no index; leave it out")
     from batchgen.weights.gguf import GgufCheckpoint
 
     return GgufCheckpoint(path)
 
 
-def resolve(path: str, revision: str | None = None, storage_options: Mapping[str, Any] | None = None) -> Path:
+def resolve(
+    path: str,
+    revision: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    ignore_index: bool = False,
+) -> Path:
     """Turn `model.path` into a local folder or .gguf file; what is elsewhere is downloaded, or found in a cache."""
     from batchgen.weights import hub
 
@@ -70,7 +81,7 @@ def resolve(path: str, revision: str | None = None, storage_options: Mapping[str
     if is_remote(path):
         from batchgen.weights import remote
 
-        return remote.fetch(path, storage_options or {})
+        return remote.fetch(path, storage_options or {}, ignore_index=ignore_index)
     local = Path(re.sub("^(file|local)://", "", path)).expanduser()
     if local.exists():
         return _model_file_or_folder(local, path)

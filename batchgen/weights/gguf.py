@@ -82,14 +82,14 @@ class GgufCheckpoint:
 
     def _other_parts(self, metadata: dict[str, Any]) -> dict[Path, GGUFHeader]:
         """Of a model split over files, of which the first is named."""
-        count = int(metadata.get("split.count", 1))
-        if count < 2:
+        count = metadata.get("split.count", 1)
+        if count in (0, 1):
             return {}
         match = SPLIT_NAME.fullmatch(self.path.name)
         if match is None or (int(match[2]), int(match[3])) != (1, count):
             raise ModelError(
-                f"{self.path} is a part of a GGUF model split over {count} files; name the first part, with its name "
-                f"as llama.cpp gives it (...-00001-of-{count:05}.gguf)"
+                f"{self.path} is a part of a GGUF model split over {count!r:.40} files; name the first part, with its "
+                "name as llama.cpp gives it (...-00001-of-0000N.gguf)"
             )
         paths = [self.path.with_name(f"{match[1]}-{number:05}-of-{count:05}.gguf") for number in range(2, count + 1)]
         return {

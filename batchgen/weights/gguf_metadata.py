@@ -27,6 +27,8 @@ SCALARS: dict[int, str] = {
 }  # fmt: skip
 STRING, ARRAY = 8, 9
 UINT64 = struct.Struct("<Q")
+MIN_VALUE_BYTES = 13  # of a metadata entry: an empty key's length, a type and one byte
+MIN_TENSOR_BYTES = 24  # of an entry in the tensor table: an empty name's length, no dimensions, a type and an offset
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +84,16 @@ class _Parser:
                 "byte order; convert the model again with a current llama.cpp"
             )
         num_tensors, num_values = self.uint64(), self.uint64()
+        self.check_count(num_tensors, MIN_TENSOR_BYTES, "tensors")
+        self.check_count(num_values, MIN_VALUE_BYTES, "metadata entries")
         metadata: dict[str, Any] = {}
         for _ in range(num_values):
             key = self.string()
             metadata[key] = self.value(self.scalar(4))
         table = [self.tensor() for _ in range(num_tensors)]
-        alignment = int(metadata.get("general.alignment", DEFAULT_ALIGNMENT))
-        if alignment <= 0:
-            raise ModelError(f"{self.path}: general.alignment is {alignment}, expected a positive number")
+        alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+            raise ModelError(f"{self.path}: general.alignment is {alignment!r:.40}, expected a power of two")
         start = -(-self.at // alignment) * alignment
         tensors = tuple(TensorInfo(name, shape, kind, start + offset) for name, shape, kind, offset in table)
         return GGUFHeader(metadata, tensors)
@@ -101,6 +105,14 @@ class _Parser:
             raise ModelError(f"{self.path}: the GGUF header ends early at byte {self.size}; incomplete download?")
         self.at = start + num_bytes
         return start
+
+    def check_count(self, count: int, min_bytes: int, what: str) -> None:
+        """Before anything is made for `count` things that take so many bytes at least."""
+        if count > (self.size - self.at) // min_bytes:
+            raise ModelError(
+                f"{self.path}: the GGUF header claims {count} {what}, more than its {self.size} bytes can hold; "
+                "incomplete download?"
+            )
 
     def uint64(self) -> int:
         return int(UINT64.unpack_from(self.data, self.take(8))[0])
@@ -137,12 +149,12 @@ class _Parser:
             dtype = np.dtype(SCALARS[kind])
             start = self.take(length * dtype.itemsize)
             return np.frombuffer(self.data[start : self.at], dtype)
-        if length > self.size:
-            raise ModelError(f"{self.path}: a GGUF array claims {length} entries; is the file damaged?")
-        return [self.value(kind) for _ in range(length)]
+        what = "an array of arrays" if kind == ARRAY else f"an array of the unknown type {kind}"
+        raise ModelError(f"{self.path}: the GGUF metadata holds {what} at byte {self.at}; is the file damaged?")
 
     def strings(self, length: int) -> list[str]:
         """The hot loop: a vocabulary and its merges are several hundred thousand short strings."""
+        self.check_count(length, UINT64.size, "strings in an array")
         data, size, at = self.data, self.size, self.at
         unpack, out = UINT64.unpack_from, []
         try:

@@ -28,7 +28,7 @@ WEIGHTS = "model*.safetensors"
 PARTIAL = ".partial"
 
 
-def fetch(url: str, storage_options: Mapping[str, Any]) -> Path:
+def fetch(url: str, storage_options: Mapping[str, Any], *, ignore_index: bool = False) -> Path:
     """The local folder, or .gguf file, with what the model at `url` is now.
 
     Its name holds the files' sizes and versions: another content comes into another folder, and nobody's files change
@@ -51,7 +51,8 @@ def fetch(url: str, storage_options: Mapping[str, Any]) -> Path:
             download(entries)
             return folder / next(iter(entries))
         download([name for name in entries if _matches(name, TEXTS)])
-        shards = _named_by_index(folder) or {name for name in entries if fnmatch.fnmatchcase(name, WEIGHTS)}
+        named = set() if ignore_index else _named_by_index(folder)
+        shards = named or {name for name in entries if fnmatch.fnmatchcase(name, WEIGHTS)}
         download([name for name in entries if name in shards])
     return folder
 

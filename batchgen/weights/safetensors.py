@@ -26,6 +26,7 @@ NUMBERED = re.compile(r"model-(?P<number>[0-9]{1,6})-of-(?P<total>[0-9]{1,6})\.s
 PIECE_ELEMENTS = 1 << 20  # converted at a time: stays in cache
 READ_BYTES = 1 << 30  # of one call, which ends at 2 GiB anyway
 MAX_HEADER_BYTES = 100_000_000
+WITHOUT_INDEX = ", or set model.ignore_index: true where the files that are there are the whole model"
 HASHED = ("config.json", "generation_config.json", "hf_quant_config.json")  # the last says how ModelOpt quantised
 # safetensors dtype -> torch dtype: of parts of quantised tensors (weights/quantized.py), and of plain numbers
 PARTS = {
@@ -49,12 +50,12 @@ class Tensor:
 class SafetensorsCheckpoint:
     """Every shard's header is read and checked against the file's size before any tensor is."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, ignore_index: bool = False) -> None:
         self.path = folder
         self.config: dict[str, Any] = read_json(folder / "config.json", _no_config(folder))
         generation = folder / "generation_config.json"
         self.generation_config: dict[str, Any] = read_json(generation, "") if generation.exists() else {}
-        shards, placed = _shards(folder)
+        shards, placed = _shards(folder, ignore_index)
         self._headers: dict[str, bytes] = {}
         self.tensors: dict[str, Tensor] = {}
         for shard in shards:
@@ -67,7 +68,7 @@ class SafetensorsCheckpoint:
             raise ModelError(
                 f"{folder / INDEX} names {len(stale)} tensors that its files do not hold where it says, the first "
                 f"{stale[0]!r} in {placed[stale[0]]!r}; the index is stale or the download mixed two versions: "
-                "download the model again"
+                f"download the model again{WITHOUT_INDEX}"
             )
         self.names = tuple(self.tensors)
         sizes: Counter[str] = Counter()
@@ -189,9 +190,9 @@ def _no_config(folder: Path) -> str:
     return f"{folder} has no config.json: not a Hugging Face model folder, or an incomplete download{hint}"
 
 
-def _shards(folder: Path) -> tuple[list[str], dict[str, str]]:
+def _shards(folder: Path, ignore_index: bool) -> tuple[list[str], dict[str, str]]:
     """The shard files in order, and tensor name -> shard as the index says ({} without one). Opens only the index."""
-    if not (folder / INDEX).exists():
+    if ignore_index or not (folder / INDEX).exists():
         pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
         hint = f" {pickles[0]} is a pickle, which is never read: convert it to safetensors." if pickles else ""
         if not (folder / SINGLE).exists() and (numbered := _numbered(folder)):
@@ -209,7 +210,8 @@ def _shards(folder: Path) -> tuple[list[str], dict[str, str]]:
     for shard in shards:
         regular_file(
             folder / shard,
-            f"missing shard {shard} in {folder}, which {INDEX} names; incomplete download? Download the model again",
+            f"missing shard {shard} in {folder}, which {INDEX} names; incomplete download? Download the model again"
+            + WITHOUT_INDEX,
         )
     return shards, placed
 
