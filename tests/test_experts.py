@@ -16,7 +16,7 @@ from tiny import SHAPE, tiny_model
 
 from batchgen import loader
 from batchgen.errors import ModelError
-from batchgen.models import families, mixtures
+from batchgen.models import layouts, mixtures
 from batchgen.models.config import ExpertsConfig, ModelConfig
 from batchgen.models.experts import Experts, Router, experts_kind
 from batchgen.models.layers import Layout, Ops, linear_kind
@@ -30,19 +30,19 @@ V2 = {**DEEPSEEK, "n_routed_experts": 8, "n_shared_experts": 2, "routed_scaling_
 GROUPS = {"n_group": 4, "topk_group": 2}
 # model type, how its configuration is read, its tensors, the changes
 BLOCKS: dict[str, tuple[str, Callable[..., Any], Layout, dict[str, Any]]] = {
-    "gpt-oss": ("gpt_oss", mixtures.gpt_oss, families.GPT_OSS, {"num_local_experts": 5, "num_experts_per_tok": 3}),
-    "deepseek-v2": ("deepseek_v2", mixtures.deepseek_v2, families.DEEPSEEK_MOE, V2),
+    "gpt-oss": ("gpt_oss", mixtures.gpt_oss, layouts.GPT_OSS, {"num_local_experts": 5, "num_experts_per_tok": 3}),
+    "deepseek-v2": ("deepseek_v2", mixtures.deepseek_v2, layouts.DEEPSEEK_MOE, V2),
     "deepseek-v2-groups": (
         "deepseek_v2",
         mixtures.deepseek_v2,
-        families.DEEPSEEK_MOE,
+        layouts.DEEPSEEK_MOE,
         {**V2, **GROUPS, "topk_method": "group_limited_greedy"},
     ),
-    "deepseek-v3": ("deepseek_v3", mixtures.deepseek_v3, families.DEEPSEEK_MOE, {**V3, **GROUPS}),
+    "deepseek-v3": ("deepseek_v3", mixtures.deepseek_v3, layouts.DEEPSEEK_MOE, {**V3, **GROUPS}),
     "deepseek-v3-not-normalised": (
         "deepseek_v3",
         mixtures.deepseek_v3,
-        families.DEEPSEEK_MOE,
+        layouts.DEEPSEEK_MOE,
         {**V3, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
     ),
 }
@@ -86,7 +86,7 @@ def random_experts(
     own: ExpertsConfig, ops: Ops, dtype: torch.dtype = torch.float32, quantization: str | None = None, **changes: Any
 ) -> Experts:
     """Qwen's tensors, the same for all ops."""
-    layout = families.DEEPSEEK_MOE.of_layer(0)
+    layout = layouts.DEEPSEEK_MOE.of_layer(0)
     experts = make(model_config(own, **changes), ops, dtype, quantization)
     generator = torch.Generator().manual_seed(1)
     tensors = {
